@@ -1,0 +1,804 @@
+"""
+Formats, their exact conversions, and the recipe: what is computed, kept and sent in how many bits.
+
+Hopper multiplies FP8 but has no FP4 unit. nanofp4 therefore computes in FP8, and uses FP4 where bits cost memory or wire:
+for what is *kept* for backward and what is *sent* to other ranks. Nothing is ever decoded to BF16 on the way; codes of one
+format become codes of the other by moving exponents (arXiv 2603.02731, on top of the casting-free FP8 of arXiv 2511.02302).
+
+Three layouts of FP8 (E4M3), each with one power-of-two float32 scale a tile, 2^e with the least e such that amax <= 448 * 2^e:
+
+    rows    data [M, K], one scale per 1x128 tile along K       what GEMMs read as activations
+    blocks  data [N, K], one scale per 128x128 block            weights
+    cols    data [K, M], the transposed rows, tiles along M     what Wgrad reads: it contracts over tokens, and Hopper's FP8
+                                                                tensor cores want both operands contiguous along that axis
+and one of MXFP4 (E2M1, OCP MX 1.0): data [M, K/2], two codes a byte, the first in the low nibble; one E8M0 byte, 2^(b-127),
+per 1x32 block. Bits an element: BF16 16, FP8 rows 8.25, MXFP4 4.25.
+
+The three GEMMs of y = x W^T, and what each reads (compute=fp8):
+
+    forward  y  [T,N] = x8  rows [T,K] . W8  blocks [N,K]^T
+    Dgrad    dx [T,K] = dy8 rows [T,N] . W8t blocks [K,N]^T     W8t: the same bytes as W8, transposed
+    Wgrad    dW [N,K] = dy8 cols [N,T] . x8  cols   [K,T]^T     one side 1x128-scaled, the other 128x128-scaled, always
+
+What stays alive between forward and backward is x in the format `save` names, nothing else. Bytes a token for a linear that
+reads H = 7168: BF16 14336, FP8 7392, MXFP4 3808. A SwiGLU feed-forward layer (dense, shared or routed) keeps x and FC1's
+output h (`save_h`); the activation a = silu(h_gate) * h_up * p is rebuilt from h, the expert output never needed, since the
+gradient of the gate weight p is <da, a> / p.
+
+Why power-of-two scales: MXFP4 -> FP8 is then exact. An FP4 value has 2 significant bits and FP8 has room for 2^15 between
+1 and its largest power, so 32-blocks whose scales differ by up to 2^14 share one FP8 scale without losing a bit, along rows
+or along columns: experts compute on exactly the numbers that were sent, in both orientations.
+
+Zero tiles get the smallest scale (never 1.0, which would wipe out neighbours when tiles are brought to one scale). A tile
+that holds NaN or Inf decodes to NaN as a whole: nothing non-finite turns into an ordinary number.
+
+Shape suffixes: T tokens, K top-k, H hidden, I expert width, E experts, M rows after fan-out (each expert padded to 128),
+P real token-expert pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+if torch.cuda.is_available():  # the kernels need Triton; everything below also runs without it
+    import kernels
+
+TILE = 128   # FP8: elements a scale, along a row or each side of a block
+BLOCK = 32   # MXFP4: elements a scale
+NAN_CODE = 0x7F  # E4M3
+
+
+class Fp8(NamedTuple):
+    """E4M3 values: data float8_e4m3fn and scale float32, in rows, blocks or cols layout (see the top of the file)."""
+    data: Tensor
+    scale: Tensor
+
+
+class Fp4(NamedTuple):
+    """MXFP4 rows: data uint8 [M, K/2], first element in the low nibble; scale uint8 [M, K/32], E8M0, 255 = NaN."""
+    data: Tensor
+    scale: Tensor
+
+
+# -----------------------------------------------------------------------------
+# scale rules, encode and decode: the plain PyTorch reference that kernels match bit for bit
+
+def _pow2(e: Tensor) -> Tensor:
+    """2^e from its bits, exactly; e int32 in -126..127."""
+    return ((e + 127) << 23).view(torch.float32)
+
+
+def _scale(e: Tensor, bad: Tensor) -> Tensor:
+    """2^e, and NaN where bad."""
+    return _pow2(e).masked_fill(bad, math.nan)
+
+
+def _exponent(scale: Tensor) -> Tensor:
+    """e of a float32 power of two; 128 for NaN."""
+    return (scale.view(torch.int32) >> 23 & 255) - 127
+
+
+def _amax_bits(tiles: Tensor, dim) -> tuple[Tensor, Tensor]:
+    """Bits of the largest magnitude (float32) over dim, and where it is not finite."""
+    amax = tiles.abs().amax(dim, keepdim=True)
+    return amax.view(torch.int32), ~torch.isfinite(amax)
+
+
+def _fp8_exponent(bits: Tensor) -> Tensor:
+    """Least e with amax <= 448 * 2^e: amax = m * 2^k gives k - 8, one more if m > 1.75."""
+    return ((bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000)).clamp(-126, 119)
+
+
+def _fp4_byte(bits: Tensor, rule: str) -> Tensor:
+    """E8M0 byte of a block from the bits of its amax; 0 for a block of zeros only."""
+    mantissa = bits & 0x7FFFFF
+    up = {"even": mantissa >= 0x600000, "ceil": mantissa > 0x400000, "floor": torch.zeros_like(mantissa)}[rule]
+    return torch.where(bits == 0, 0, ((bits >> 23) - 2 + up).clamp(1, 252))
+
+
+def _encode_fp8(v: Tensor, bad: Tensor) -> Tensor:
+    """E4M3 of v: nearest even, saturating; NaN where bad. torch's own cast overflows differently in each version."""
+    code = v.clamp(-448, 448).to(torch.float8_e4m3fn)
+    code.view(torch.uint8).masked_fill_(bad, NAN_CODE)
+    return code
+
+
+def _encode_fp4(v: Tensor, bad: Tensor) -> Tensor:
+    """Packed E2M1 of v [..., K]: nearest, ties to the even code, saturating at 6; zeros where bad."""
+    a = v.abs()
+    code = (a > 0.25).to(torch.uint8)  # the codes 0..7 stand for 0 .5 1 1.5 2 3 4 6: count the midpoints below |v|
+    for midpoint, tie_goes_up in ((0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5.0, 0)):
+        code += a >= midpoint if tie_goes_up else a > midpoint
+    code += torch.signbit(v).to(torch.uint8) << 3
+    code.masked_fill_(bad, 0)
+    return code[..., 0::2] | code[..., 1::2] << 4
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_E2M1_PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], 1)  # [256, 2]: both values of a byte
+
+
+def _decode_fp4(data: Tensor) -> Tensor:
+    """Unscaled values of packed E2M1 [M, K/2] in blocks: [M, K/32, 32]."""
+    return _E2M1_PAIRS.to(data.device)[data.int()].reshape(len(data), data.shape[1] * 2 // BLOCK, BLOCK)
+
+
+def _tiles(x: Tensor, size: int, dim: int = -1) -> Tensor:
+    """Split dim in tiles of size, the last one padded with zeros: [..., K, ...] -> [..., ceil(K/size), size, ...]."""
+    short = -x.shape[dim] % size
+    if short:
+        x = F.pad(x, [0, 0] * (-dim - 1) + [0, short])
+    return x.unflatten(dim, (x.shape[dim] // size, size))
+
+
+def _check(x: Tensor, name: str, ndims: tuple[int, ...], multiple: int = 1):
+    if x.dim() not in ndims or x.shape[-1] % multiple:
+        wide = f", the last dimension a multiple of {multiple}" if multiple > 1 else ""
+        raise ValueError(f"{name} takes {' or '.join(map(str, ndims))} dimensions{wide}; got shape {list(x.shape)}")
+
+
+# -----------------------------------------------------------------------------
+# BF16 (or any float) -> FP8, MXFP4. On CUDA the kernel of the same name, elsewhere the reference.
+
+@torch.no_grad()
+def quantize_fp8_rows(x: Tensor) -> Fp8:
+    """x [M, K] -> data [M, K], scale [M, ceil(K/128)]. ValueError unless 2-D."""
+    _check(x, "quantize_fp8_rows", (2,))
+    if x.is_cuda:
+        return Fp8(*kernels.quantize_fp8_rows(x))
+    tiles = _tiles(x.float(), TILE)
+    bits, bad = _amax_bits(tiles, -1)
+    e = _fp8_exponent(bits)
+    data = _encode_fp8(tiles * _pow2(-e), bad).flatten(1)[:, :x.shape[1]].contiguous()
+    return Fp8(data, _scale(e, bad).squeeze(-1))
+
+
+@torch.no_grad()
+def quantize_fp8_blocks(w: Tensor) -> Fp8:
+    """w [N, K] or [E, N, K] -> data of that shape, scale [..., ceil(N/128), ceil(K/128)]. ValueError otherwise."""
+    _check(w, "quantize_fp8_blocks", (2, 3))
+    if w.is_cuda:
+        return Fp8(*kernels.quantize_fp8_blocks(w))
+    tiles = _tiles(_tiles(w.float(), TILE), TILE, -3)  # [..., N/128, 128, K/128, 128]
+    bits, bad = _amax_bits(tiles, (-3, -1))
+    e = _fp8_exponent(bits)
+    data = _encode_fp8(tiles * _pow2(-e), bad).flatten(-2).flatten(-3, -2)[..., :w.shape[-2], :w.shape[-1]].contiguous()
+    return Fp8(data, _scale(e, bad).squeeze(-1).squeeze(-2))
+
+
+@torch.no_grad()
+def quantize_fp8_weight(w: Tensor) -> tuple[Fp8, Fp8]:
+    """w [N, K] or [E, N, K] -> its blocks, and the blocks of its transpose: the same bytes, for forward and Dgrad."""
+    _check(w, "quantize_fp8_weight", (2, 3))
+    if w.is_cuda:
+        data, scale, data_t, scale_t = kernels.quantize_fp8_weight(w)
+        return Fp8(data, scale), Fp8(data_t, scale_t)
+    q = quantize_fp8_blocks(w)
+    return q, Fp8(q.data.mT.contiguous(), q.scale.mT.contiguous())
+
+
+@torch.no_grad()
+def quantize_fp4_rows(x: Tensor, rule: str = "even") -> Fp4:
+    """x [M, K] -> MXFP4 rows; rule even | floor | ceil picks the block scale. ValueError unless 32 divides K."""
+    _check(x, "quantize_fp4_rows", (2,), BLOCK)
+    if rule not in ("even", "floor", "ceil"):
+        raise ValueError(f"the MX scale rule is even, floor or ceil, not {rule!r}")
+    if x.is_cuda:
+        return Fp4(*kernels.quantize_fp4_rows(x, rule))
+    blocks = _tiles(x.float(), BLOCK)
+    bits, bad = _amax_bits(blocks, -1)
+    byte = _fp4_byte(bits, rule)
+    data = _encode_fp4(blocks * _pow2(127 - byte), bad).flatten(1)
+    return Fp4(data, byte.masked_fill(bad, 255).squeeze(-1).to(torch.uint8))
+
+
+@torch.no_grad()
+def quantize_fp8_fp4_rows(x: Tensor) -> tuple[Fp8, Fp4]:
+    """x [M, K] -> its FP8 rows and its MXFP4 rows from one read, each rounded once. ValueError unless 32 divides K."""
+    _check(x, "quantize_fp8_fp4_rows", (2,), BLOCK)
+    if x.is_cuda:
+        data8, scale8, data4, scale4 = kernels.quantize_fp8_fp4_rows(x)
+        return Fp8(data8, scale8), Fp4(data4, scale4)
+    return quantize_fp8_rows(x), quantize_fp4_rows(x)
+
+
+# -----------------------------------------------------------------------------
+# FP8 <-> MXFP4 and rows -> cols: codes to codes, no BF16 in between
+
+def fp8_to_fp4(q: Fp8) -> Fp4:
+    """FP8 rows -> MXFP4 rows. Rounds a second time, so it is for tensors that exist in FP8 only. ValueError unless 32 | K."""
+    _check(q.data, "fp8_to_fp4", (2,), BLOCK)
+    if q.data.is_cuda:
+        return Fp4(*kernels.fp8_to_fp4(*q))
+    value = _tiles(q.data.float(), BLOCK)  # in units of the tile's scale: at most 448, so exponents can simply be added
+    bits, bad = _amax_bits(value, -1)
+    e = _exponent(q.scale).repeat_interleave(TILE // BLOCK, 1)[:, :value.shape[1], None]
+    bad = bad | (e == 128)
+    byte = torch.where(bits == 0, 0, (_fp4_byte(bits, "even") + e).clamp(1, 252))
+    data = _encode_fp4(value * _pow2((e - (byte - 127)).clamp(-126, 127)), bad).flatten(1)
+    return Fp4(data, byte.masked_fill(bad, 255).squeeze(-1).to(torch.uint8))
+
+
+def fp4_to_fp8_rows(q: Fp4) -> Fp8:
+    """MXFP4 rows -> FP8 rows, exact while the block exponents inside a 1x128 tile differ by at most 14."""
+    _check(q.data, "fp4_to_fp8_rows (packed data)", (2,), BLOCK // 2)
+    if q.data.is_cuda:
+        return Fp8(*kernels.fp4_to_fp8_rows(*q))
+    top = _tiles(q.scale.int(), TILE // BLOCK).amax(-1)  # [M, K/128]; a block of zeros has byte 0 and never decides
+    e, bad = _target_exponent(top)
+    return Fp8(_fp4_to_fp8(q, e, bad), _scale(e, bad))
+
+
+def fp4_to_fp8_cols(q: Fp4) -> Fp8:
+    """MXFP4 rows [M, K] -> FP8 cols: data [K, M], scale [K, ceil(M/128)], one power of two per 128x128 tile.
+
+    Exact while the block exponents inside a tile differ by at most 14, so it decodes to the numbers of fp4_to_fp8_rows."""
+    _check(q.data, "fp4_to_fp8_cols (packed data)", (2,), BLOCK // 2)
+    if q.data.is_cuda:
+        return Fp8(*kernels.fp4_to_fp8_cols(*q))
+    top = _tiles(_tiles(q.scale.int(), TILE // BLOCK), TILE, -3).amax((-3, -1))  # [M/128, K/128]
+    e, bad = _target_exponent(top)
+    rows = _fp4_to_fp8(q, *(t.repeat_interleave(TILE, 0)[:len(q.data)] for t in (e, bad)))
+    return _transpose(rows, _scale(e, bad))
+
+
+def fp8_rows_to_cols(q: Fp8) -> Fp8:
+    """FP8 rows [M, K] -> FP8 cols: data [K, M], scale [K, ceil(M/128)], the largest of each 128x128 tile's row scales.
+
+    Codes move down by the difference of exponents, rounded to nearest even into the subnormals."""
+    _check(q.data, "fp8_rows_to_cols", (2,))
+    if q.data.is_cuda:
+        return Fp8(*kernels.fp8_rows_to_cols(*q))
+    e = _exponent(q.scale)
+    top = _tiles(e + 127, TILE, -2).amax(-2) - 127  # [M/128, K/128]; + 127, so that padding, 0, never decides
+    shift = (e - top.repeat_interleave(TILE, 0)[:len(e)]).clamp(min=-126)
+    bad = top == 128
+    value = q.data.float() * _pow2(shift).repeat_interleave(TILE, 1)[:, :q.data.shape[1]]
+    bad_rows = bad.repeat_interleave(TILE, 0)[:len(e)].repeat_interleave(TILE, 1)[:, :q.data.shape[1]]
+    return _transpose(_encode_fp8(value, bad_rows | value.isnan()), _scale(top.clamp(max=127), bad))
+
+
+def _target_exponent(top: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 exponent for MXFP4 blocks of which the largest has byte top: 6 less, so that 6 becomes 384; and NaN tiles."""
+    return (top - 127 - 6).clamp(-126, 119), top == 255
+
+
+def _fp4_to_fp8(q: Fp4, e: Tensor, bad: Tensor) -> Tensor:
+    """E4M3 codes of q [M, K] in units of 2^e; e and bad [M, K/128] for each element's target tile."""
+    blocks = q.scale.shape[1]
+    e, bad = (t.repeat_interleave(TILE // BLOCK, 1)[:, :blocks, None] for t in (e, bad))
+    shift = (q.scale.int()[..., None] - 127 - e).clamp(-126, 127)
+    return _encode_fp8(_decode_fp4(q.data) * _pow2(shift), bad).flatten(1)
+
+
+def _transpose(data: Tensor, scale: Tensor) -> Fp8:
+    """Row codes [M, K] whose 128x128 tiles share a scale [M/128, K/128] -> cols, the scale repeated for each of K."""
+    return Fp8(data.t().contiguous(), scale.t().repeat_interleave(TILE, 0)[:data.shape[1]].contiguous())
+
+
+def dequantize(q: Fp8 | Fp4, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers that q stands for, [M, K] (or q.data's shape), float32. BF16 holds every one of them exactly, too."""
+    if isinstance(q, Fp4):
+        byte = q.scale.int()
+        scale = torch.where(byte == 0, 0x400000, byte << 23).view(torch.float32).masked_fill(byte == 255, math.nan)
+        return (_decode_fp4(q.data) * scale[..., None]).flatten(1).to(dtype)
+    n, k = q.data.shape[-2:]
+    tiles = _tiles(q.data.to(dtype), TILE) * _rows_of(q.scale, n).to(dtype)[..., None]
+    return tiles.flatten(-2)[..., :k]
+
+
+def _rows_of(scale: Tensor, n: int) -> Tensor:
+    """Scale of each of n rows: as it is for rows and cols, every 128-block's repeated for blocks."""
+    return scale if scale.shape[-2] == n else scale.repeat_interleave(TILE, -2)[..., :n, :]
+
+
+# -----------------------------------------------------------------------------
+# the recipe: which format where
+
+WIDTH = {"bf16": 16, "fp8": 8, "fp4": 4}  # "bf16" means: unquantised, in the dtype of the activations
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is computed, kept and sent in which format, each its own setting. ValueError for a value that is none."""
+    compute: str = "bf16"  # GEMMs of experts and dense linears: bf16 | fp8
+    save: str = "bf16"     # inputs of linears and experts kept for backward: bf16 | fp8 | fp4
+    save_h: str = "bf16"   # FC1's output kept for backward: bf16 | fp8 | fp4
+    wire: str = "bf16"     # dispatch: bf16 | fp8 | fp4; fp8-fp8 | fp4-fp8 send the combine in FP8 as well
+
+    def __post_init__(self):
+        allowed = {"compute": ("bf16", "fp8"), "wire": ("bf16", "fp8", "fp4", "fp8-fp8", "fp4-fp8")}
+        for field in fields(self):
+            choices, value = allowed.get(field.name, tuple(WIDTH)), getattr(self, field.name)
+            if value not in choices:
+                raise ValueError(f"{field.name} is one of {', '.join(choices)}; got {value!r}")
+
+    @property
+    def dispatch(self) -> str:
+        """Format in which tokens are sent to experts."""
+        return self.wire.split("-")[0]
+
+    @property
+    def combine(self) -> str:
+        """Format in which expert outputs (and, in backward, input gradients) are sent back."""
+        return "fp8" if "-" in self.wire else "bf16"
+
+
+def bytes_per_row(width: int, name: str, element_size: int = 2) -> int:
+    """Bytes of a row of width elements, scales included, kept or sent in a format; element_size is an unquantised one's."""
+    return {"bf16": width * element_size, "fp8": width + 4 * -(-width // TILE), "fp4": width // 2 + width // BLOCK}[name]
+
+
+RECIPES = {
+    "bf16": Recipe(),
+    "fp8": Recipe("fp8", save="fp8", save_h="fp8", wire="fp8"),
+    "mxfp4": Recipe("fp8", save="fp4", save_h="fp8", wire="fp4"),
+}
+
+
+class Norm(NamedTuple):
+    """Where a normed activation can be rebuilt from: the norm's input [T, H], its weight [H] and what it adds to the square."""
+    raw: Tensor
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation, quantised once for all that read it."""
+    x: Tensor                 # [T, H] in the model's dtype; carries the gradient
+    recipe: Recipe
+    fp8: Fp8 | None = None    # rows, what FP8 GEMMs and an FP8 wire read
+    fp4: Fp4 | None = None    # rows, what save=fp4 keeps and an FP4 wire sends
+    norm: Norm | None = None  # where x came from
+    rebuild: bool = False     # linears keep nothing of x: backward rebuilds it from norm
+
+    def format(self, name: str) -> Tensor | Fp8 | Fp4:
+        return {"bf16": self.x.detach(), "fp8": self.fp8, "fp4": self.fp4}[name]
+
+    @property
+    def read(self):
+        """What GEMMs read."""
+        return self.format(self.recipe.compute)
+
+    @property
+    def kept(self):
+        """What is kept for Wgrad."""
+        return self.format(self.recipe.save)
+
+
+def quantize(x: Tensor, recipe: Recipe, norm: Norm | None = None, rebuild: bool = False, wire: str = "bf16") -> Activation:
+    """x [T, H] in every format that compute, save and wire (a dispatch format) ask for, from one read."""
+    needed = {recipe.compute, recipe.save, wire}
+    values = x.detach()
+    fp8 = fp4 = None
+    if {"fp8", "fp4"} <= needed:
+        fp8, fp4 = quantize_fp8_fp4_rows(values)
+    elif "fp8" in needed:
+        fp8 = quantize_fp8_rows(values)
+    elif "fp4" in needed:
+        fp4 = quantize_fp4_rows(values)
+    return Activation(x, recipe, fp8, fp4, norm, rebuild)
+
+
+def narrow(q: Tensor | Fp8 | Fp4, name: str) -> Tensor | Fp8 | Fp4:
+    """q brought to format name where that is narrower, else as it is: bits once lost do not come back."""
+    if isinstance(q, Fp8):
+        return fp8_to_fp4(q) if name == "fp4" else q
+    if isinstance(q, Fp4) or name == "bf16":
+        return q
+    return quantize_fp8_rows(q) if name == "fp8" else quantize_fp4_rows(q)
+
+
+# -----------------------------------------------------------------------------
+# weights: quantised once an optimizer step, reused by every micro-batch
+
+_epoch = 0
+_copies = WeakTensorKeyDictionary()
+
+
+def new_epoch(*_):
+    """Forget quantised weights. Every optimizer's step calls it; call it yourself after changing `.data` in other ways.
+
+    Tensor versions are not enough: fused AdamW and `.data.copy_` change values without moving `_version`."""
+    global _epoch
+    _epoch += 1
+
+
+register_optimizer_step_post_hook(new_epoch)
+
+
+def weight_operands(weight: Tensor, compute: str, dtype: torch.dtype):
+    """(what forward reads, what Dgrad reads) of weight [N, K] or [E, N, K]: blocks and transposed blocks, or one dtype copy.
+
+    Dgrad's operand is laid out as the weight of the transposed linear: [K, N] or [E, K, N]."""
+    values = weight.detach()
+    if compute == "bf16" and weight.dtype == dtype:
+        return values, values.mT
+    version = 0 if weight.is_inference() else weight._version
+    key = (_epoch, version, weight.data_ptr(), compute, dtype)
+    cached = _copies.get(weight)
+    if cached is None or cached[0] != key:
+        copy = values.to(dtype) if compute == "bf16" else None
+        cached = _copies[weight] = key, ((copy, copy.mT) if compute == "bf16" else quantize_fp8_weight(values))
+    return cached[1]
+
+
+# -----------------------------------------------------------------------------
+# GEMMs on decoded operands. Products of FP8 values times powers of two are exact in BF16 and float32 alike, so this is
+# FP8 compute with full float32 accumulation; FP8 tensor cores take this place where they are faster.
+
+def _values(q: Tensor | Fp8 | Fp4, dtype: torch.dtype) -> Tensor:
+    """q as a GEMM operand: decoded, to BF16 on CUDA; a plain tensor in dtype."""
+    if isinstance(q, Tensor):
+        return q.to(dtype)
+    return dequantize(q, torch.bfloat16 if q.data.is_cuda else torch.float32)
+
+
+def _mm(a, b, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+    """out_MN = a_MK @ b_NKᵀ; plain operands are taken in dtype."""
+    a, b = _values(a, dtype), _values(b, dtype)
+    if a.is_cuda and out == torch.float32 and a.dtype != out:
+        return torch.mm(a, b.t(), out_dtype=out)
+    return (a @ b.t()).to(out)
+
+
+def _grouped_mm(a, b, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """out_MN = a_MK @ b_ENKᵀ of the row's expert; expert e owns rows offsets[e] : offsets[e+1]."""
+    a, b = _values(a, dtype), _values(b, dtype)
+    if a.dtype == torch.bfloat16 and a.is_cuda:
+        return F.grouped_mm(a, b.mT, offs=offsets[1:]).to(dtype)
+    bounds = offsets.tolist()
+    return torch.cat([a[s:t] @ b[e].t() for e, (s, t) in enumerate(zip(bounds, bounds[1:]))]).to(dtype)
+
+
+def _grouped_wgrad(a, b, offsets: Tensor, dtype: torch.dtype, out: torch.dtype) -> Tensor:
+    """out_ENK = a_NM @ b_KMᵀ over each expert's own M; zero for an expert without rows."""
+    a, b = _values(a, dtype), _values(b, dtype)
+    if a.dtype == torch.bfloat16 and a.is_cuda:
+        empty = (offsets[1:] == offsets[:-1])[:, None, None]  # grouped_mm leaves these unwritten
+        return F.grouped_mm(a, b.t(), offs=offsets[1:]).to(out).masked_fill(empty, 0)
+    bounds = offsets.tolist()
+    return torch.stack([a[:, s:t] @ b[:, s:t].t() for s, t in zip(bounds, bounds[1:])]).to(out)
+
+
+def _cols(kept: Tensor | Fp8 | Fp4, compute: str) -> Tensor | Fp8:
+    """What was kept of x [M, K], as Wgrad reads it: [K, M]."""
+    if compute == "bf16":
+        return (kept if isinstance(kept, Tensor) else dequantize(kept)).t()
+    if isinstance(kept, Fp4):
+        return fp4_to_fp8_cols(kept)
+    return fp8_rows_to_cols(kept if isinstance(kept, Fp8) else quantize_fp8_rows(kept))
+
+
+# -----------------------------------------------------------------------------
+# autograd: what is kept
+
+def _save(ctx, *values):
+    """save_for_backward for tensors inside named tuples too, so that autograd's hooks see every byte that is kept."""
+    leaves, ctx.tree = tree_flatten(values)
+    ctx.plain = [None if isinstance(v, Tensor) else v for v in leaves]
+    ctx.save_for_backward(*(v if isinstance(v, Tensor) else None for v in leaves))
+
+
+def _saved(ctx):
+    leaves = [plain if tensor is None else tensor for tensor, plain in zip(ctx.saved_tensors, ctx.plain)]
+    return tree_unflatten(leaves, ctx.tree)
+
+
+def _replay(source, recipe: Recipe):
+    """(what forward read, what Wgrad reads) from what was kept: a norm's input, or the operand itself."""
+    if not isinstance(source, Norm):
+        return source, source
+    activation = quantize(_norm_values(*source)[0], recipe)
+    return activation.read, activation.kept
+
+
+def _norm_values(raw: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """RMSNorm: output in raw's dtype, and in float32 (or wider) the normalised input and its factor [T, 1]."""
+    wide = raw.to(torch.promote_types(raw.dtype, torch.float32))
+    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * factor * weight).to(raw.dtype), wide * factor, factor
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, raw, weight, eps):
+        ctx.eps = eps
+        ctx.save_for_backward(raw, weight)
+        return _norm_values(raw, weight, eps)[0]
+
+    @staticmethod
+    def backward(ctx, dy):
+        raw, weight = ctx.saved_tensors
+        _, unit, factor = _norm_values(raw, weight, ctx.eps)
+        dy = dy.to(unit.dtype)
+        du = dy * weight
+        draw = factor * (du - unit * (du * unit).mean(-1, keepdim=True))
+        return draw.to(raw.dtype), (dy * unit).sum(0).to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, recipe: Recipe, rebuild: bool = False, wire: str = "bf16") -> Activation:
+    """RMSNorm of x [T, H], quantised for all its readers. Keeps x alone.
+
+    rebuild: linears that read the result keep nothing, and rebuild it from x in backward."""
+    return quantize(_RMSNorm.apply(x, weight, eps), recipe, Norm(x.detach(), weight.detach(), eps), rebuild, wire)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, recipe, read, source):
+        ctx.recipe, ctx.dtype = recipe, x.dtype
+        _save(ctx, weight, source)
+        return _mm(read, weight_operands(weight, recipe.compute, x.dtype)[0], x.dtype, x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        recipe, (weight, source) = ctx.recipe, _saved(ctx)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dy_rows = quantize_fp8_rows(dy) if recipe.compute == "fp8" else dy
+            dx = _mm(dy_rows, weight_operands(weight, recipe.compute, ctx.dtype)[1], ctx.dtype, ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            dy_cols = quantize_fp8_rows(dy.t()) if recipe.compute == "fp8" else dy.t()
+            dw = _mm(dy_cols, _cols(_replay(source, recipe)[1], recipe.compute), ctx.dtype, weight.dtype)
+        return dx, dw, None, None, None
+
+
+def linear(x: Tensor | Activation, weight: Tensor, recipe: Recipe = RECIPES["bf16"]) -> Tensor:
+    """y [..., N] = x [..., K] @ weight [N, K]ᵀ, keeping x as recipe.save says; y has x's dtype.
+
+    An Activation [T, K] brings its own recipe and shares its quantised copies with others that read it.
+    ValueError if K differs, or is not a multiple of 32 where x is kept in FP4."""
+    values = x.x if isinstance(x, Activation) else x
+    if weight.dim() != 2 or values.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear: x {list(values.shape)} does not fit weight {list(weight.shape)} ([N, K])")
+    if not isinstance(x, Activation):
+        x = quantize(values.reshape(math.prod(values.shape[:-1]), values.shape[-1]), recipe)
+    source = x.norm if x.rebuild else x.x if x.recipe.save == "bf16" else x.kept
+    y = _Linear.apply(x.x, weight, x.recipe, x.read, source)
+    return y.view(*values.shape[:-1], len(weight))
+
+
+class _RouterLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, norm):
+        _save(ctx, weight, norm if norm is not None else x)
+        return x.to(weight.dtype) @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight, source = _saved(ctx)
+        x = _norm_values(*source)[0] if isinstance(source, Norm) else source
+        return (dy @ weight).to(x.dtype), dy.t() @ x.to(weight.dtype), None
+
+
+def router_linear(x: Activation, weight: Tensor) -> Tensor:
+    """Router logits [T, E] in weight's dtype (float32), never quantised; x is not kept but rebuilt from its norm's input."""
+    return _RouterLinear.apply(x.x, weight, x.norm)
+
+
+# -----------------------------------------------------------------------------
+# SwiGLU feed-forward layers: experts, and the dense FFN or shared expert as one expert that reads every token
+
+class Groups(NamedTuple):
+    """Where each token-expert pair stands once pairs are sorted by expert and every expert is padded to 128 rows.
+
+    Example: ids [[1], [0], [1]], 2 experts -> pair_M = [1, -1 x 127, 0, 2, -1 x 126], row_P = [0, 128, 129],
+    row_TK = [[128], [0], [129]], offsets = [0, 128, 256]."""
+    pair_M: Tensor   # [M] which pair (token * K + slot) a row holds; -1 is padding
+    row_P: Tensor    # [P] row of each real pair, in the order of rows: h is kept in this order, without padding
+    row_TK: Tensor   # [T, K] row of each pair; -1 where the expert is not here
+    offsets: Tensor  # [E + 1] int32, rows of expert e: offsets[e] : offsets[e + 1]
+
+
+def group_rows(ids_TK: Tensor, num_experts: int) -> Groups:
+    """ids_TK [T, K] expert of each pair, -1 for none here."""
+    ids = ids_TK.flatten().long()
+    if not ids.is_cuda and bool((ids >= num_experts).any()):  # on CUDA the scatter below asserts it
+        raise ValueError(f"expert {ids.max()} does not exist: there are {num_experts}")
+    ids = torch.where(ids < 0, num_experts, ids)
+    counts = torch.zeros(num_experts + 1, dtype=torch.long, device=ids.device).scatter_add_(0, ids, torch.ones_like(ids))[:-1]
+    first = F.pad(counts.cumsum(0), (1, 0))
+    offsets = F.pad(((counts + TILE - 1) // TILE * TILE).cumsum(0), (1, 0))
+    num_pairs, num_rows = torch.stack([first[-1], offsets[-1]]).tolist()
+    order_P = torch.sort(ids, stable=True).indices[:num_pairs]
+    expert_P = ids[order_P]
+    row_P = torch.arange(num_pairs, device=ids.device) - first[expert_P] + offsets[expert_P]
+    pair_M = torch.full((num_rows,), -1, device=ids.device).index_copy_(0, row_P, order_P)
+    row_TK = torch.full_like(ids, -1).index_copy_(0, order_P, row_P).view(ids_TK.shape)
+    return Groups(pair_M, row_P, row_TK, offsets.int())
+
+
+def _gather(q: Tensor | Fp8 | Fp4, index_M: Tensor):
+    """Rows of q by index; zeros where it is negative, which in a quantised format means the smallest scale, too."""
+    if isinstance(q, Fp8):
+        scale = q.scale[index_M.clamp(min=0)].masked_fill((index_M < 0)[:, None], 2.0 ** -126)
+        return Fp8(_gather(q.data.view(torch.uint8), index_M).view(q.data.dtype), scale)
+    if isinstance(q, Fp4):
+        return Fp4(_gather(q.data, index_M), _gather(q.scale, index_M))
+    if not len(q):
+        return q.new_zeros(len(index_M), *q.shape[1:])
+    return q[index_M.clamp(min=0)].masked_fill((index_M < 0).view(-1, *[1] * (q.dim() - 1)), 0)
+
+
+def _fan_out(read: Tensor | Fp8 | Fp4, token_M: Tensor, compute: str):
+    """What the expert GEMMs read: a row for each pair, zeros for padding; FP4 becomes FP8 here."""
+    rows = _gather(read, token_M)
+    if compute == "bf16":
+        return rows if isinstance(rows, Tensor) else dequantize(rows)
+    return fp4_to_fp8_rows(rows) if isinstance(rows, Fp4) else rows
+
+
+def _sum_rows(y_MH: Tensor, row_TK: Tensor) -> Tensor:
+    """[T, H]: each token's rows summed in float32 (or wider), slot by slot, so that every run adds in the same order."""
+    total = y_MH.new_zeros(len(row_TK), y_MH.shape[1], dtype=torch.promote_types(y_MH.dtype, torch.float32))
+    for row_T in row_TK.t():
+        total += _gather(y_MH, row_T)
+    return total.to(y_MH.dtype)
+
+
+def _wide(h: Tensor | Fp8 | Fp4) -> Tensor:
+    return h.to(torch.promote_types(h.dtype, torch.float32)) if isinstance(h, Tensor) else dequantize(h)
+
+
+def swiglu(gate: Tensor, up: Tensor, p: Tensor) -> Tensor:
+    return F.silu(gate) * up * p
+
+
+def swiglu_gradients(da: Tensor, gate: Tensor, up: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of gate, up and p [.., 1]."""
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    dgate = da * up * p * (sigmoid + silu * (1 - sigmoid))
+    return dgate, da * silu * p, (da * silu * up).sum(-1, keepdim=True)
+
+
+def _swiglu_forward(h_M, p_M, row_P, recipe: Recipe):
+    """h [M, 2I] -> a as FC2 reads it, and the real rows of h as they are kept: one fused step, float32 in between."""
+    a = swiglu(*_wide(h_M).chunk(2, -1), p_M)
+    a_read = quantize_fp8_rows(a) if recipe.compute == "fp8" else a.to(h_M.dtype)
+    return a_read, narrow(h_M[row_P], recipe.save_h)
+
+
+def _swiglu_backward(da_M, h_kept, p_M, row_P, recipe: Recipe):
+    """da [M, I], kept h [P, 2I] -> dh rows, dh cols, a cols, dp [M]: one fused step."""
+    h_P = _wide(h_kept)
+    h_M = h_P.new_zeros(len(da_M), h_P.shape[1]).index_copy_(0, row_P, h_P)
+    gate, up = h_M.chunk(2, -1)
+    dgate, dup, dp = swiglu_gradients(_wide(da_M), gate, up, p_M)
+    dh, a = torch.cat([dgate, dup], -1), swiglu(gate, up, p_M)
+    if recipe.compute == "fp8":
+        return quantize_fp8_rows(dh), quantize_fp8_rows(dh.t()), quantize_fp8_rows(a.t()), dp.squeeze(1)
+    dh = dh.to(da_M.dtype)
+    return dh, dh.t(), a.to(da_M.dtype).t(), dp.squeeze(1)
+
+
+def _expert_operands(weight: Tensor, recipe: Recipe, dtype: torch.dtype):
+    """weight_operands with an expert axis, also where the layer is dense and its weight has none."""
+    if weight.dim() == 3:
+        return weight_operands(weight, recipe.compute, dtype)
+    return [Fp8(q.data[None], q.scale[None]) if isinstance(q, Fp8) else q[None] for q in weight_operands(weight, recipe.compute, dtype)]
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Forward: fan out, FC1, SwiGLU, FC2, sum. Keeps x (source) before fan-out, h (unless recomputed), ids, weights."""
+
+    @staticmethod
+    def forward(ctx, x, weights_TK, w13, w2, ids_TK, recipe, read, source, recompute):
+        ctx.recipe, ctx.dtype = recipe, x.dtype
+        groups = group_rows(ids_TK, w13.shape[0] if w13.dim() == 3 else 1)
+        gate_M = _gate(weights_TK, groups)
+        # h in full is freed here: nothing else refers to it
+        a_M, h_kept = _swiglu_forward(_SwiGLU.fc1(read, w13, groups, recipe, x.dtype), gate_M, groups.row_P, recipe)
+        _save(ctx, weights_TK, w13, w2, ids_TK, source, None if recompute else h_kept)
+        y_M = _grouped_mm(a_M, _expert_operands(w2, recipe, x.dtype)[0], groups.offsets, x.dtype)
+        return _sum_rows(y_M, groups.row_TK)
+
+    @staticmethod
+    def fc1(read, w13, groups, recipe, dtype):
+        x_M = _fan_out(read, _token(groups), recipe.compute)
+        return _grouped_mm(x_M, _expert_operands(w13, recipe, dtype)[0], groups.offsets, dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        recipe, dtype = ctx.recipe, ctx.dtype
+        weights_TK, w13, w2, ids_TK, source, h_kept = _saved(ctx)
+        groups = group_rows(ids_TK, w13.shape[0] if w13.dim() == 3 else 1)
+        read, kept = _replay(source, recipe)
+        if h_kept is None:
+            h_kept = _SwiGLU.fc1(read, w13, groups, recipe, dtype)[groups.row_P]
+        dy_rows = _gather(_received_gradient(dy, recipe), _token(groups))
+        da_M = _grouped_mm(dy_rows, _expert_operands(w2, recipe, dtype)[1], groups.offsets, dtype)
+        dh_rows, dh_cols, a_cols, dp_M = _swiglu_backward(da_M, h_kept, _gate(weights_TK, groups), groups.row_P, recipe)
+        dw2 = _grouped_wgrad(_cols(dy_rows, recipe.compute), a_cols, groups.offsets, dtype, w2.dtype)
+        dx_M = _grouped_mm(dh_rows, _expert_operands(w13, recipe, dtype)[1], groups.offsets, dtype)
+        x_cols = _cols(_gather(kept, _token(groups)), recipe.compute)
+        dw13 = _grouped_wgrad(dh_cols, x_cols, groups.offsets, dtype, w13.dtype)
+        dweights = _gather(dp_M, groups.row_TK.flatten()).view_as(weights_TK).to(weights_TK.dtype)
+        return _sum_rows(dx_M, groups.row_TK), dweights, dw13.view_as(w13), dw2.view_as(w2), *[None] * 5
+
+
+def _token(groups: Groups) -> Tensor:
+    """[M] token of each row, -1 for padding."""
+    return torch.div(groups.pair_M, max(groups.row_TK.shape[1], 1), rounding_mode="floor")
+
+
+def _gate(weights_TK: Tensor, groups: Groups) -> Tensor:
+    """[M, 1] gate weight of each row, 0 for padding."""
+    return _gather(weights_TK.flatten(), groups.pair_M)[:, None]
+
+
+def _received_gradient(dy: Tensor, recipe: Recipe):
+    """dy as it came over the wire, or quantised here if it came in full: the only cast in an expert layer's backward."""
+    wire = getattr(dy, "wire", None)
+    if wire is not None:
+        return wire if recipe.compute == "fp8" else dequantize(wire, dy.dtype)
+    return quantize_fp8_rows(dy) if recipe.compute == "fp8" else dy
+
+
+def carrier(like: Tensor, wire: Fp8 | None = None) -> Tensor:
+    """A tensor of like's shape and no memory that stands in autograd's graph for one that travels in few bits.
+
+    Autograd wants floating-point tensors of the right shape on its edges; the bits go beside it (forward: as further outputs;
+    backward: as the attribute `wire`). It reads as NaN, so whoever takes it for the data finds out at once."""
+    stand_in = torch.full((), math.nan, dtype=like.dtype, device=like.device).expand(like.shape)
+    stand_in.wire = wire
+    return stand_in
+
+
+def takes_wire(y: Tensor) -> bool:
+    """Whether y comes from `experts`, whose backward reads a carrier's `wire`; anything else needs its gradient in full."""
+    return y.grad_fn is not None and y.grad_fn.name() == "_SwiGLUBackward"
+
+
+def mlp(x: Activation, w13: Tensor, w2: Tensor, recompute: bool = False) -> Tensor:
+    """Dense SwiGLU feed-forward: x [T, H], w13 [2I, H] (gate rows first), w2 [H, I] -> [T, H]. Keeps x and h.
+
+    recompute: keeps no h, and replays from the norm's input what forward did."""
+    width, twice = x.x.shape[-1], w13.shape[0]
+    if x.x.dim() != 2 or w13.shape != (twice, width) or twice % 2 or w2.shape != (width, twice // 2):
+        shapes = ", ".join(str(list(t.shape)) for t in (x.x, w13, w2))
+        raise ValueError(f"mlp takes x [T, H], w13 [2I, H], w2 [H, I]; got {shapes}")
+    source = x.norm if x.norm is not None and (x.rebuild or recompute) else x.read if recompute else x.kept
+    ids, ones = (torch.full((1, 1), v, dtype=t, device=x.x.device).expand(len(x.x), 1)  # no memory: only the shape is kept
+                 for v, t in ((0, torch.int32), (1, torch.float32)))
+    return _SwiGLU.apply(x.x, ones, w13, w2, ids, x.recipe, x.read, source, recompute)
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, recipe: Recipe = RECIPES["bf16"],
+            payload: Fp8 | Fp4 | None = None, recompute: bool = False) -> Tensor:
+    """y [T, H]: for each token the sum over its experts of weight * FFN(x), FFN(x) = w2 (silu(w_gate x) * (w_up x)).
+
+    x [T, H]; ids [T, K] in 0..E-1, or -1 for none; weights [T, K] float32; w13 [E, 2I, H] (gate rows first), w2 [E, H, I].
+    payload: x as it came over the wire, which is then what experts read (x only carries the gradient, see `carrier`);
+    without one x is brought to the wire's format here, so that codes do not depend on where tokens come from.
+    recompute: h is not kept but rebuilt by one FC1 GEMM, from the bits that forward read. ValueError for shapes that do not fit.
+    """
+    _check_experts(x, ids, weights, w13, w2)
+    if payload is None and recipe.dispatch != "bf16":
+        payload = quantize(x, Recipe(), wire=recipe.dispatch).format(recipe.dispatch)
+    if payload is not None:
+        read, kept = payload, narrow(payload, recipe.save)
+    else:
+        activation = quantize(x, recipe)
+        read, kept = activation.read, x if recipe.save == "bf16" else activation.kept
+    return _SwiGLU.apply(x, weights, w13, w2, ids, recipe, read, read if recompute else kept, recompute)
+
+
+def _check_experts(x, ids, weights, w13, w2):
+    width, num_experts = x.shape[-1], w13.shape[0]
+    fits = (x.dim() == 2 and w13.dim() == 3 and ids.shape == weights.shape and ids.dim() == 2 and len(ids) == len(x)
+            and w13.shape[2] == width and w13.shape[1] % 2 == 0 and w2.shape == (num_experts, width, w13.shape[1] // 2))
+    if not fits:
+        shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in zip(("x", "ids", "weights", "w13", "w2"), (x, ids, weights, w13, w2)))
+        raise ValueError(f"experts takes x [T, H], ids and weights [T, K], w13 [E, 2I, H], w2 [E, H, I]; got {shapes}")

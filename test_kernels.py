@@ -1,0 +1,437 @@
+"""kernels.py against the plain PyTorch reference of quant.py, byte for byte: on a GPU the compiled kernels, elsewhere
+the same source in Triton's interpreter (conftest.py). No tolerance anywhere.
+
+Cases with values known beforehand come first, so that the two cannot be wrong together; CASE numbers are those of the
+project's collection of bug reports. The last test compiles every kernel for Hopper, which needs no GPU, and looks at
+what the compiler made of it."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from fractions import Fraction
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import kernels
+import quant
+from quant import Fp4, Fp8, dequantize
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+SHARED_LIMIT = 232448  # bytes of shared memory that a Hopper program can have
+FP8_FROM_FLOAT = ("quantize_fp8_rows", "quantize_fp8_blocks", "quantize_fp8_weight")
+FROM_FLOAT = (*FP8_FROM_FLOAT, "quantize_fp4_rows", "quantize_fp8_fp4_rows")
+FROM_FP8, FROM_FP4 = ("fp8_to_fp4", "fp8_rows_to_cols"), ("fp4_to_fp8_rows", "fp4_to_fp8_cols")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RULES = {"floor": (8, False), "even": (7, False), "ceil": (6, True)}  # amax < 8 * 2^e, < 7 * 2^e, <= 6 * 2^e
+
+# -----------------------------------------------------------------------------
+# helpers
+
+
+@pytest.fixture(autouse=True)
+def filled_memory():
+    """Fresh memory holds NaN or 255, so that a byte which a kernel forgets cannot be right by chance (CASE 11)."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def flat(values):
+    """Tuples of tuples, as Fp8 and Fp4 are, in one list."""
+    return [v for value in values for v in flat(value)] if isinstance(values, (tuple, list)) else [values]
+
+
+def run(name, *args):
+    """The kernel's output tensors. Arguments are on DEVICE, or are moved there."""
+    moved = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in flat(args)]
+    return getattr(kernels, name)(*moved)
+
+
+def assert_same(got, want):
+    """Tensors alike in shape, dtype and every byte, and contiguous."""
+    assert len(got) == len(want)
+    for i, (a, b) in enumerate(zip(got, want)):
+        assert (a.shape, a.dtype, a.is_contiguous()) == (b.shape, b.dtype, True), f"output {i}"
+        differ = a.flatten().view(torch.uint8).cpu() != b.flatten().view(torch.uint8).cpu()
+        assert not differ.any(), f"output {i}: {differ.sum()} of {differ.numel()} bytes differ"
+
+
+def check(name, *args):
+    """Kernel and reference agree; gives the kernel's output on the CPU."""
+    got = run(name, *args)
+    assert_same(got, flat([getattr(quant, name)(*args)]))
+    return [t.cpu() for t in got]
+
+
+def codes(data):
+    return data.view(torch.uint8).flatten().tolist()
+
+
+def nibbles(data):
+    return torch.stack([data & 15, data >> 4], -1).flatten().tolist()
+
+
+def row(values, width=32, dtype=torch.float32):
+    """[1, width] with the values first, then zeros."""
+    return torch.tensor([[*values, *[0.0] * (width - len(values))]]).to(dtype)
+
+
+def with_neighbours(x):
+    """x, the floats next to each of its values, and the least and the largest there are."""
+    below, above = (torch.nextafter(x, torch.tensor(d)) for d in (0.0, math.inf))
+    return torch.cat([x, below, above, torch.tensor([2.0 ** -149, 3.4028234e38])])
+
+
+def fp8(bits, exponents):
+    """FP8 from codes [M, K] and exponents [M, ceil(K/128)] as lists or tensors; None stands for NaN."""
+    scale = torch.tensor([[math.nan if e is None else 2.0 ** e for e in line] for line in exponents])
+    return Fp8(torch.as_tensor(bits, dtype=torch.uint8).view(torch.float8_e4m3fn), scale)
+
+
+def sample(M, K, dtype, seed):
+    """Values over many binades, zeros of both signs and a zero block; odd seeds NaN and Inf, some subnormals."""
+    g = torch.Generator().manual_seed(seed)
+    exponent = torch.randint(-16, 8, (M, 1), generator=g) + torch.randint(-8, 8, (1, K), generator=g)
+    x = torch.randn(M, K, generator=g) * 2.0 ** (exponent - (120 if seed % 4 == 3 else 0))
+    x[torch.rand(M, K, generator=g) < 0.1] = 0.0
+    x[torch.rand(M, K, generator=g) < 0.1] = -0.0
+    x[M // 2, :32] = 0.0
+    if seed % 2:
+        x[-1, -1], x[M // 3, K // 2] = math.nan, -math.inf
+    return x.to(dtype)
+
+
+def formats(x):
+    """x, its FP8 rows and its MXFP4 rows, by the reference."""
+    return {**dict.fromkeys(FROM_FLOAT, x), **dict.fromkeys(FROM_FP8, quant.quantize_fp8_rows(x)),
+            **dict.fromkeys(FROM_FP4, quant.quantize_fp4_rows(x))}
+
+
+# -----------------------------------------------------------------------------
+# FP8 from float
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_e4m3_rounding(dtype):  # CASES 4 and 8
+    values = [448, 126.25, 17, 19, 25, 27, -17, *(n * 2 ** -9 for n in (1.5, 2.5, .5, .75, 7.5, 7.25))]
+    want = [448, 128, 16, 20, 24, 28, -16, *(n * 2 ** -9 for n in (2, 2, 0, 1, 8, 7))]
+    data, scale = check("quantize_fp8_rows", row(values, dtype=dtype))
+    assert scale.item() == 1
+    assert data.float()[0, :len(want)].tolist() == want
+
+
+def test_every_e4m3_code_is_kept():
+    x = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(nan=0.0).view(2, 128)
+    for name in ("quantize_fp8_rows", "quantize_fp8_blocks"):
+        for e in (0, -100, 100):
+            data, scale = check(name, x * 2.0 ** e)
+            assert (scale == 2.0 ** e).all()
+            assert codes(data) == [*range(127), 0, *range(128, 255), 0]
+
+
+def test_fp8_scale_is_the_least_power_that_holds_amax():
+    exponents = torch.cat([torch.arange(-133, -110), torch.arange(-5, 5), torch.arange(115, 127)])
+    amax = with_neighbours(1.75 * 2.0 ** exponents)
+    scale = check("quantize_fp8_rows", amax[:, None])[1]
+    for a, s in zip(amax.tolist(), scale.flatten().tolist()):
+        e = next(e for e in range(-126, 120) if e == 119 or Fraction(a) <= 448 * Fraction(2) ** e)
+        assert s == 2.0 ** e, a
+
+
+def test_fp8_extremes():
+    data, scale = check("quantize_fp8_rows", row([3.4028234e38, -3.4028234e38, 2.0 ** 119]))
+    assert (codes(data)[:3], scale.item()) == ([0x7E, 0xFE, 0x38], 2.0 ** 119)  # saturates; decoding stays finite
+    for dtype in (torch.float32, torch.bfloat16):  # subnormal inputs: nothing is flushed
+        data, scale = check("quantize_fp8_rows", row([2.0 ** -130, -(2.0 ** -132), 2.0 ** -133], dtype=dtype))
+        assert (codes(data)[:3], scale.item()) == ([0x18, 0x88, 0x04], 2.0 ** -126)
+
+
+# -----------------------------------------------------------------------------
+# MXFP4 from float
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_e2m1_ties(rule):  # CASE 2
+    values = [6, .25, .75, 1.25, 1.75, 2.5, 3.5, 5, .25000003, 2.5000002, 5.0000005, -.25, -.75, -5, -.1]
+    data, scale = check("quantize_fp4_rows", row(values), rule)
+    assert (scale.item(), nibbles(data)[:15]) == (127, [7, 0, 2, 2, 4, 4, 6, 6, 1, 5, 7, 8, 10, 14, 8])
+
+
+def test_nibble_order():  # CASE 3
+    data, scale = check("quantize_fp4_rows", row([.5, 1, 1.5, 2, 3, 4, 6, -.5]))
+    assert (data[0, :4].tolist(), scale.item()) == ([0x21, 0x43, 0x65, 0x97], 127)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_mx_scale_rule(rule):
+    largest, inclusive = RULES[rule]
+    exponents = torch.cat([torch.arange(-126, -120), torch.arange(-2, 3), torch.arange(123, 127)])
+    amax = with_neighbours(torch.cat([m * 2.0 ** exponents for m in (1.0, 1.5, 1.75)]))
+    scale = check("quantize_fp4_rows", torch.nn.functional.pad(amax[:, None], (31, 0)), rule)[1]
+    for a, b in zip(amax.tolist(), scale.flatten().tolist()):
+        a = Fraction(a)
+        fits = lambda e: a < largest * Fraction(2) ** e or (inclusive and a == largest * Fraction(2) ** e)
+        assert b == next(b for b in range(1, 253) if b == 252 or fits(b - 127)), a
+
+
+def test_mx_extremes():
+    data, scale = check("quantize_fp4_rows", row([3.4028234e38, -2.0 ** 124, 2.0 ** 126]))
+    assert (scale.item(), nibbles(data)[:3]) == (252, [7, 9, 4])
+    for dtype in (torch.float32, torch.bfloat16):
+        data, scale = check("quantize_fp4_rows", row([2.0 ** -127, -(2.0 ** -128)], dtype=dtype))
+        assert (scale.item(), nibbles(data)[:2]) == (1, [1, 8])
+
+
+# -----------------------------------------------------------------------------
+# zeros, non-finite values, places
+
+
+def test_zero_tiles_beside_others():  # CASE 1
+    x = torch.zeros(256, 256)
+    x[0, 0], x[0, 1] = 1, -0.0
+    rows, blocks = Fp8(*check("quantize_fp8_rows", x)), Fp8(*check("quantize_fp8_blocks", x))
+    fp4 = Fp4(*check("quantize_fp4_rows", x))
+    for q in (rows, blocks, fp4):
+        assert torch.equal(dequantize(q), x)
+    assert rows.scale.flatten().tolist() == [2.0 ** -8, *[2.0 ** -126] * 511]
+    assert fp4.scale.flatten().tolist() == [125, *[0] * 2047]
+    assert (codes(rows.data)[:3], nibbles(fp4.data)[:3]) == ([0x78, 0x80, 0], [6, 8, 0])
+    for q in (check("fp4_to_fp8_rows", fp4), check("fp8_to_fp4", rows)):
+        assert torch.equal(dequantize((Fp4 if q[0].dtype == torch.uint8 else Fp8)(*q)), x)
+    for name, q in (("fp4_to_fp8_cols", fp4), ("fp8_rows_to_cols", rows)):
+        assert torch.equal(dequantize(Fp8(*check(name, q))), x.t())
+
+
+@pytest.mark.parametrize("m, k, bad", ((0, 0, math.nan), (1, 127, math.inf), (129, 128, -math.inf)))
+def test_non_finite_spoils_its_own_tile_and_no_other(m, k, bad):
+    x = torch.ones(130, 192)
+    x[m, k] = bad
+    i, j = torch.arange(130)[:, None], torch.arange(192)
+    tile = (i // 128 == m // 128) & (j // 128 == k // 128)
+    line, block = tile & (i == m), (i == m) & (j // 32 == k // 32)
+    rows, fp4 = Fp8(*check("quantize_fp8_rows", x)), Fp4(*check("quantize_fp4_rows", x))
+    assert torch.equal(dequantize(rows).isnan(), line)
+    assert torch.equal(dequantize(fp4).isnan(), block)
+    assert torch.equal(dequantize(Fp8(*check("quantize_fp8_blocks", x))).isnan(), tile)
+    assert torch.equal(dequantize(Fp8(*check("fp4_to_fp8_rows", fp4))).isnan(), line)
+    assert torch.equal(dequantize(Fp4(*check("fp8_to_fp4", rows))).isnan(), line)
+    for name, q in (("fp4_to_fp8_cols", fp4), ("fp8_rows_to_cols", rows)):
+        assert torch.equal(dequantize(Fp8(*check(name, q))).isnan(), tile.t())
+
+
+def test_scales_are_where_they_belong():
+    exponent = torch.arange(2 * 3 * 2).view(2, 3, 2)  # [E, N/128, K/128], every tile another
+    w = (448 * 2.0 ** exponent).repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :300, :192]
+    data, scale, data_t, scale_t = check("quantize_fp8_weight", w)
+    assert torch.equal(scale, 2.0 ** exponent) and torch.equal(scale_t, scale.mT) and set(codes(data)) == {0x7E}
+    x = 6 * 2.0 ** torch.arange(3 * 10).view(3, 10).repeat_interleave(32, 1)  # [M, K/32]
+    _, scale8, _, scale4 = check("quantize_fp8_fp4_rows", x)
+    assert scale4.flatten().tolist() == [127 + i for i in range(30)]
+    assert scale8.log2().int().tolist() == [[10 * m + k - 6 for k in (3, 7, 9)] for m in range(3)]
+
+
+# -----------------------------------------------------------------------------
+# small format to small format
+
+
+def test_every_e8m0_byte():
+    data = torch.arange(16, dtype=torch.uint8).mul(17).repeat(256, 1)  # each code twice
+    q = Fp4(data, torch.arange(256, dtype=torch.uint8)[:, None])
+    rows = Fp8(*(t.cpu() for t in run("fp4_to_fp8_rows", q)))
+    assert rows.scale.flatten()[:255].log2().tolist() == [min(max(b - 133, -126), 119) for b in range(255)]
+    want, got = dequantize(q)[1:255], dequantize(rows)[1:255]
+    fits = want.isfinite()  # 6 * 2^127 of byte 254, which quantisers here never write, is no float32
+    assert torch.equal(got[fits], want[fits]) and got.isfinite().all() and set(codes(rows.data[255])) == {0x7F}
+    for name in FROM_FP4:
+        check(name, q)
+
+
+@pytest.mark.parametrize("name", FROM_FP4)
+def test_exponent_spread(name):
+    """Codes survive exactly up to a spread of 14; then the error is at most 2^-18 of the largest value (METHOD 3)."""
+    data = torch.arange(16, dtype=torch.uint8).mul(17).repeat(1, 2)
+    for spread in range(21):
+        q = Fp4(data, torch.tensor([[140, 140 - spread]], dtype=torch.uint8))
+        got = dequantize(Fp8(*check(name, q))).view(-1)
+        error = (got - dequantize(q)[0]).abs().max().item()
+        assert (error == 0) == (spread <= 14) and error <= 2.0 ** -18 * 6 * 2.0 ** 13
+
+
+def test_fp8_to_fp4_every_code():
+    top = torch.arange(128, dtype=torch.uint8)[:, None]
+    data = torch.cat([top, top // 2 | 0x80, top * torch.tensor([[i / 30 for i in range(30)]])], 1).to(torch.uint8)
+    for e in (0, -126, -120, 119):
+        data4, byte = check("fp8_to_fp4", fp8(data, [[e]] * 128))
+        k_m = [(math.frexp(v)[1] - 1, math.frexp(v)[0] * 2) for v in data[1:127, 0].view(torch.float8_e4m3fn).tolist()]
+        want = [0, *(min(max(k - 2 + (m >= 1.75) + e + 127, 1), 252) for k, m in k_m), 255]
+        assert byte.flatten().tolist() == want and not data4[127].any()
+    assert check("fp8_to_fp4", fp8(data[:1], [[None]]))[1].item() == 255
+
+
+def test_rows_to_cols_rounds_into_the_subnormals():
+    """448 moved down by 14 ... 20 is 14 7 3.5 1.75 .875 .4375 .21875 steps of 2^-9; cutting gives 3 1 0 for 4 2 1."""
+    data = torch.full((8, 2), 0x7E, dtype=torch.uint8)
+    data[:, 1] = 0xFE
+    out, scale = check("fp8_rows_to_cols", fp8(data, [[e] for e in (0, -14, -15, -16, -17, -18, -19, -20)]))
+    assert codes(out) == [0x7E, 14, 7, 4, 2, 1, 0, 0, 0xFE, 0x8E, 0x87, 0x84, 0x82, 0x81, 0x80, 0x80]
+    assert (scale == 1).all() and scale.shape == (2, 1)
+
+
+def test_rows_to_cols_every_code():
+    data = torch.arange(256, dtype=torch.uint8).repeat(130, 1)
+    exponents = [[-(m % 21), 3] for m in range(130)]
+    out, _ = check("fp8_rows_to_cols", fp8(data, exponents))
+    assert codes(out[:, 0]) == [*range(255), 0x7F]  # a NaN code is one NaN, not a NaN tile
+    exponents[129] = [None, -126]
+    out, scale = check("fp8_rows_to_cols", fp8(data, exponents))
+    assert scale.isnan().sum(0).tolist() == [0, 128] and set(codes(out[:128, 128:])) == {0x7F}
+
+
+# -----------------------------------------------------------------------------
+# random data, odd shapes, strides, sizes
+
+
+SHAPES = [(1, 32), (1, 448), (2, 128), (2, 192), (3, 96), (3, 320), (13, 64), (13, 160), (67, 32), (67, 192), (67, 448),
+          (128, 128), (128, 160), (133, 96), (133, 320), (300, 64), (300, 192)]
+
+
+@pytest.mark.parametrize("seed", range(len(SHAPES)))
+def test_odd_shapes(seed):  # CASE 5
+    M, K = SHAPES[seed]
+    for name, arg in formats(sample(M, K, DTYPES[seed % 3], seed)).items():
+        check(name, arg)
+
+
+@pytest.mark.parametrize("K", (1, 5, 130, 2112))
+def test_fp8_of_any_width(K):
+    x = sample(5, K, torch.bfloat16, K)
+    x[:, -(-K // 128) * 128 - 128:] *= 1000  # the last, short tile
+    for name in FP8_FROM_FLOAT:
+        check(name, x)
+    check("fp8_rows_to_cols", quant.quantize_fp8_rows(x))
+
+
+@pytest.mark.skipif(CUDA, reason="sets a mode of the CPU")
+def test_nothing_depends_on_flush_to_zero():
+    cases = [(name, arg) for seed in (3, 7) for name, arg in formats(sample(5, 160, DTYPES[seed // 4], seed)).items()]
+    want = [run(name, arg) for name, arg in cases]
+    torch.set_flush_denormal(True)
+    try:
+        got = [run(name, arg) for name, arg in cases]
+    finally:
+        torch.set_flush_denormal(False)
+    for a, b in zip(got, want):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules(rule):
+    check("quantize_fp4_rows", sample(67, 192, torch.float32, 2), rule)
+
+
+def test_any_strides():  # CASE 6
+    x = sample(96, 160, torch.bfloat16, 0).to(DEVICE)
+    slices = x.t(), x[:, ::5], x[::3, 64:], x.view(48, 2, 160)[:, 1]
+    for view in (*slices, x[:1].expand(13, 160), x[:, :1].expand(96, 32)):
+        for name in FROM_FLOAT:
+            assert_same(run(name, view), run(name, view.contiguous()))
+    experts = x.view(96, 2, 80).transpose(0, 1)
+    assert_same(run("quantize_fp8_weight", experts), run("quantize_fp8_weight", experts.contiguous()))
+    data, scale = run("quantize_fp8_blocks", x)
+    q8 = data.t().contiguous().t(), scale.expand(96, 2)  # the block's scale for each of its rows
+    q4 = [t.t().contiguous().t() for t in run("quantize_fp4_rows", x)]
+    for name, q in [(name, q8) for name in FROM_FP8] + [(name, q4) for name in FROM_FP4]:
+        assert_same(run(name, *q), run(name, *(t.contiguous() for t in q)))
+
+
+def test_empty():
+    for M, K in ((0, 128), (0, 32), (5, 0)):
+        x = torch.zeros(M, K)
+        q8 = (x.to(torch.float8_e4m3fn), torch.zeros(M, -(-K // 128)))
+        q4 = (torch.zeros(M, K // 2, dtype=torch.uint8), torch.zeros(M, K // 32, dtype=torch.uint8))
+        assert [t.shape for t in run("quantize_fp8_fp4_rows", x)] == [t.shape for t in (*q8, *q4)]
+        assert [t.shape for t in run("fp8_rows_to_cols", *q8)] == [(K, M), (K, -(-M // 128))]
+        assert [t.shape for t in run("fp4_to_fp8_cols", *q4)] == [(K, M), (K, -(-M // 128))]
+        assert [t.shape for t in run("fp4_to_fp8_rows", *q4)] == [t.shape for t in q8]
+        assert [t.shape for t in run("fp8_to_fp4", *q8)] == [t.shape for t in q4]
+    assert [t.shape for t in run("quantize_fp8_weight", torch.zeros(0, 300, 64))][1::2] == [(0, 3, 1), (0, 1, 3)]
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU's memory and speed")
+@pytest.mark.parametrize("M, K", [(300001, 7168), (524289, 4096), (32 * 65536 + 1, 32), (1, 128 * 65536 + 32)])
+def test_huge(M, K):  # CASE 7: more than 2^31 elements, more than 65535 tiles along either axis
+    x = torch.empty(M, K, dtype=torch.bfloat16, device="cuda").normal_()
+    m, k = M // 128 * 128, (K - 1) // 128 * 128  # the last tile, alone
+    q8, q4 = run("quantize_fp8_rows", x), run("quantize_fp4_rows", x)
+    last8, last4 = (q8[0][m:, k:], q8[1][m:, k // 128:]), (q4[0][m:, k // 2:], q4[1][m:, k // 32:])
+    for names, whole, last in ((FROM_FLOAT, [x], [x[m:, k:]]), (FROM_FP8, q8, last8), (FROM_FP4, q4, last4)):
+        for name in names:
+            alone = run(name, *last)
+            assert_same([t[-a.shape[0]:, -a.shape[1]:].contiguous() for t, a in zip(run(name, *whole), alone)], alone)
+
+
+# -----------------------------------------------------------------------------
+# what the compiler makes of the kernels
+
+
+def compile_for_hopper(kernel, args, num_warps, constants):
+    """The launch that `kernels` would make, compiled for sm_90 as Triton would specialise it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    pointers = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8"}
+    plain = {p.name for p in kernel.params if p.do_not_specialize}
+    signature, constexprs, attrs = {}, dict(constants), {}
+    for i, (name, value) in enumerate({**dict(zip(kernel.arg_names, args)), **constants}.items()):
+        if isinstance(value, torch.Tensor):
+            signature[name] = pointers[value.dtype]
+        elif value is None or name in constants or (value == 1 and name not in plain):
+            signature[name], constexprs[name] = "constexpr", value
+        else:
+            signature[name] = "i32"
+        if isinstance(value, torch.Tensor) or (signature[name] == "i32" and value % 16 == 0 and name not in plain):
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=GPUTarget("cuda", 90, 32),
+                          options={"num_warps": num_warps, "enable_fp_fusion": False})
+
+
+def resources(compiled):
+    """Registers and bytes of local memory (spills) a thread, from the binary."""
+    dump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([dump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return tuple(int(re.search(rf"{what}:(\d+)", text)[1]) for what in ("REG", "STACK"))
+
+
+def compile_all():
+    """Run in a process of its own, without the interpreter: see test_compiled_for_hopper."""
+    launches = []
+
+    def note(kernel, tiles, *args, num_warps=4, **constants):
+        launches.append((kernel, args, num_warps, constants))
+
+    kernels._launch = note
+    for x in (torch.ones(256, 7168, dtype=torch.bfloat16), torch.ones(160, 301).t()):  # aligned; nothing aligned
+        for name, arg in formats(x).items():
+            run(name, arg)
+            compiled = compile_for_hopper(*launches[-1])
+            registers, stack = resources(compiled)
+            print(f"{name}: {registers} registers, {stack} B of stack, {compiled.metadata.shared} B of shared memory")
+            assert stack == 0 and compiled.metadata.shared <= SHARED_LIMIT
+            assert not re.search(r"\.ftz|ex2|fma\.", compiled.asm["ptx"]), "bits that depend on the compiler's mood"
+
+
+def test_compiled_for_hopper():
+    """Every kernel compiles for sm_90 without spills, flush-to-zero, approximations or fused multiply-adds."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    child = subprocess.run([sys.executable, "-c", "import test_kernels; test_kernels.compile_all()"], env=environment,
+                           cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True, text=True)
+    print(child.stdout)
+    assert child.returncode == 0, child.stdout + child.stderr

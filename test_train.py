@@ -1,0 +1,615 @@
+"""Tests of train.py, and of bench.py's runs and curves: flags, checks, exact resume, ranks, faults.
+
+A micro model (about 20,000 parameters) on a page of made-up text keeps each run near a second. Runs of two ranks are
+two gloo processes, forked from a server that has imported torch once, and must end within 60 s. [n] is the number of a
+case in a list of faults that other projects shipped.
+"""
+
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import fields
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # for the server of forks below; a fork after threads have run may hang
+
+import pytest
+import torch
+
+import bench
+import data
+import quant
+import train
+from model import Model, ModelConfig
+
+HERE = Path(__file__).parent
+MICRO = dict(n_layers=2, n_dense=1, hidden=32, dense_width=32, n_heads=1, nope_dim=16, rope_dim=16, v_dim=16, q_lora=32,
+             kv_lora=32, n_experts=4, top_k=2, expert_width=32, max_seq_len=64)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """One thread, short samples, and no trace of torchrun."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(train, "SAMPLE_TOKENS", 4)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A folder of 40 short files."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        lines = (f"def f{i * j % 97}(x): return x * {i} + {j}  # {'abcdefgh'[(i + j) % 8] * 3}\n" for j in range(16))
+        (folder / f"{i:02}.py").write_text("".join(lines))
+    return str(folder)
+
+
+@pytest.fixture
+def micro(text, tmp_path):
+    """Config of a micro run: micro(steps=3, ...)."""
+    def make(**changes):
+        usual = dict(precision="bf16", data=text, seq_len=16, batch_size=2, steps=6, warmup=2, eval_every=0,
+                     eval_steps=2, save_every=0, out_dir=str(tmp_path / "run"), model=MICRO)
+        return train.Config(**usual | changes)
+
+    return make
+
+
+def rows(out_dir):
+    """The log's rows; anything but strict JSON fails."""
+    def refuse(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (Path(out_dir) / "log.jsonl").read_text().splitlines()]
+
+
+def curve(out_dir, *keys):
+    return [[row[key] for key in keys] for row in rows(out_dir)]
+
+
+def checkpoints(out_dir):
+    return [int(p.name) for p in train.complete_checkpoints(Path(out_dir) / "ckpt")]
+
+
+def flags(config):
+    """The command line of a Config."""
+    words = [f"--{f.name}={getattr(config, f.name)}" for f in fields(config) if f.name != "model"]
+    return words + [f"--model.{name}={value}" for name, value in config.model.items()]
+
+
+# ---- processes ----
+
+
+def launch(work, *args, ranks=2):
+    """Runs work(*args) on gloo ranks; returns (exit code, result, error text) of each. All must end within 60 s."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["train", "test_train"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        answers = [Path(folder, str(r)) for r in range(ranks)]
+        workers = [server.Process(target=worker, args=(r, ranks, port, answers[r], work, args)) for r in range(ranks)]
+        for p in workers:
+            p.start()
+        deadline = time.monotonic() + 60
+        for p in workers:
+            p.join(max(0.1, deadline - time.monotonic()))
+        late = [p for p in workers if p.exitcode is None]
+        for p in late:
+            p.kill()
+        assert not late, f"{work.__name__}: {len(late)} ranks still ran after 60 s"
+        said = [pickle.loads(path.read_bytes()) if path.exists() else (None, "killed") for path in answers]
+        return [(p.exitcode, *answer) for p, answer in zip(workers, said)]
+
+
+def worker(rank, ranks, port, answer, work, args):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    train.SAMPLE_TOKENS = 4
+    code, result, error = 0, None, ""
+    try:
+        result = work(*args)
+    except SystemExit as leaving:
+        code = leaving.code
+    except Exception as caught:
+        code, error = 1, f"{type(caught).__name__}: {caught}"
+    answer.write_bytes(pickle.dumps((result, error)))
+    sys.exit(code)
+
+
+def results(answers):
+    assert [code for code, _, _ in answers] == [0] * len(answers), answers
+    return [result for _, result, _ in answers]
+
+
+def watch(name, see):
+    """Calls see(*arguments) before each call of train.<name>."""
+    inner = getattr(train, name)
+
+    def seen(*args):
+        see(*args)
+        return inner(*args)
+
+    setattr(train, name, seen)
+    return inner
+
+
+# ---- flags ----
+
+
+def test_flags_set_every_field():
+    words = "--lr=1e-3 --steps 7 --min_lr -1 --deterministic --compile false --out_dir=a=b --model.hidden=64"
+    config = train.parse_flags([*words.split(), "--model.mtp", "--model.rope_base", "500"])
+    assert (config.lr, config.steps, config.min_lr, config.out_dir) == (1e-3, 7, -1.0, "a=b")
+    assert config.deterministic is True and config.compile is False
+    assert config.model == {"hidden": 64, "mtp": True, "rope_base": 500.0}
+    assert train.parse_flags([]) == train.Config()
+    again = train.Config(seed=3, data="x y", model={"hidden": 64})
+    assert train.parse_flags(flags(again)) == again
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--wamup=3"], "--warmup"), (["--model.hiden=3"], "--model.hidden"), (["--batch-size=3"], "--batch_size"),
+    (["steps=3"], "--steps"), (["--steps=3.5"], "steps"), (["--lr=fast"], "lr"), (["--steps"], "steps"),
+    (["--compile=maybe"], "compile"), (["--model.hidden=wide"], "model.hidden")])
+def test_wrong_flags_are_named(words, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        train.parse_flags(words)
+
+
+def test_help_shows_every_field_with_its_comment(capsys):
+    with pytest.raises(SystemExit) as left:
+        train.parse_flags(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert left.value.code == 0
+    for f in [*fields(train.Config), *fields(ModelConfig)]:
+        assert f.name == "model" or f"--{f.name} " in shown or f"--model.{f.name} " in shown
+    assert "tokens of a sequence [256]" in shown and "attention heads [" in shown
+
+
+# ---- checks before data is opened ----
+
+
+@pytest.mark.parametrize("change, said", [
+    (dict(precision="fp9"), "mxfp4"), (dict(preset="huge"), "v2-lite"), (dict(schedule="step"), "wsd"),
+    (dict(dtype="fp16"), "bf16"), (dict(save="int8"), "fp4"), (dict(recompute="attn,all"), "mla_up"),
+    (dict(steps=0), "steps"), (dict(lr=math.nan), "lr"), (dict(lr=-1.0), "lr"), (dict(steps="9"), "steps"),
+    (dict(seq_len=65), "max_seq_len"), (dict(device="tpu"), "cuda"), (dict(resume="no/such"), "no complete checkpoint"),
+    (dict(init_from="no/such"), "no complete checkpoint"), (dict(out_dir="/dev/null/run"), "null"),
+    (dict(model=MICRO | {"hidden": 3.5}), "hidden"), (dict(model=MICRO | {"top_k": 9}), "top_k"),
+    (dict(model=MICRO | {"vocab_size": 256}), "--model.vocab_size=384"), (dict(tokenizer="gpt-9"), "gpt-9")])
+def test_wrong_settings_stop_before_data_is_opened(micro, monkeypatch, change, said):
+    monkeypatch.setattr(data, "load", lambda *_: pytest.fail("data was opened"))
+    with pytest.raises((ValueError, OSError), match=re.escape(said)):
+        train.main(micro(**change))
+
+
+def test_card_without_fp8_is_refused(micro, monkeypatch):  # [34]
+    a100 = dict(is_available=lambda: True, device_count=lambda: 1, get_device_name=lambda _: "NVIDIA A100",
+                get_device_capability=lambda _: (8, 0))
+    for name, answer in a100.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(data, "load", lambda *_: pytest.fail("data was opened"))
+    with pytest.raises(ValueError, match=r"NVIDIA A100 .*8\.9.*--precision=bf16"):
+        train.main(micro(precision="mxfp4", device="cuda"))
+    fp8, bf16 = quant.RECIPES["fp8"], quant.RECIPES["bf16"]
+    train.check_card("H200", (9, 0), fp8)
+    train.check_card("A100", (8, 0), bf16, "bf16")
+    with pytest.raises(ValueError, match="V100.*--dtype=fp32"):  # [35]
+        train.check_card("V100", (7, 0), bf16, "bf16")
+
+
+def test_versions_are_checked():  # [34]
+    train.check_version("torch", "2.11.0a0+cu130", (2, 11))
+    with pytest.raises(ValueError, match="torch 2.9.1.*>= 2.11"):
+        train.check_version("torch", "2.9.1", (2, 11))
+    with pytest.raises(ValueError, match="triton 3.9.0.*>= 3.6, < 3.9"):
+        train.check_version("triton", "3.9.0", (3, 6), (3, 9))
+
+
+def test_a_folder_that_holds_a_run_is_not_reused(micro):
+    train.main(micro(steps=2))
+    before = curve(micro().out_dir, "loss")
+    with pytest.raises(ValueError, match="--resume=auto"):
+        train.main(micro(steps=2))
+    assert curve(micro().out_dir, "loss") == before
+    with pytest.raises(ValueError, match="hidden=32.*hidden=64"):
+        train.main(micro(steps=4, resume="auto", model=MICRO | {"hidden": 64}))
+    with pytest.raises(ValueError, match="seed"):
+        train.main(micro(steps=4, resume="auto", seed=1))
+    other = train.main(micro(steps=5, save_every=2, out_dir=micro().out_dir + "-other"))
+    with pytest.raises(ValueError, match="holds a run"):  # its log would hold steps of two runs
+        train.main(micro(steps=9, resume=other["checkpoint"]))
+    with pytest.raises(ValueError, match="later 5"):
+        train.main(micro(steps=9, resume=micro().out_dir + "-other/ckpt/4", out_dir=micro().out_dir + "-other"))
+
+
+# ---- the loop in one process ----
+
+
+def test_log_has_one_row_a_step(micro):
+    last = train.main(micro(precision="mxfp4", steps=4, eval_every=2, recompute="attn,moe"))
+    log = rows(micro().out_dir)
+    keys = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "tflops", "mfu", "peak_gib", "balance"}
+    evaluated = keys | {"val_loss", "val_loss_quantized"}
+    assert [row["step"] for row in log] == [1, 2, 3, 4]
+    assert [set(row) for row in log] == [keys, evaluated, keys, evaluated]
+    assert log[-1]["val_loss"] == last["val_loss"] and log[-1]["val_loss_quantized"] != last["val_loss"]
+    assert log[0]["mfu"] == 0 and log[0]["peak_gib"] > 0 and log[0]["balance"] >= 1
+
+
+def test_loss_falls(micro):
+    train.main(micro(steps=40, lr=1e-2, log_every=20, eval_every=20))
+    (first, _), (last, val) = curve(micro().out_dir, "loss", "val_loss")
+    assert last < first < math.log(384) and val < 4.5
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_learning_rate(schedule):  # [29]
+    config = train.Config(steps=100, warmup=10, lr=1.0, schedule=schedule)
+    lr = [train.learning_rate(step, config) for step in range(100)]
+    assert lr[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)]) and max(lr) == 1.0
+    assert lr[-1] == pytest.approx(0.1) and lr[9:] == sorted(lr[9:], reverse=True)
+    assert lr[79] == 1.0 if schedule == "wsd" else lr[54] == pytest.approx(0.55)
+    short = train.Config(steps=3, warmup=10, lr=1.0, schedule=schedule)
+    assert [train.learning_rate(step, short) for step in range(3)] == pytest.approx([1 / 3, 2 / 3, 1])
+
+
+def test_weight_decay_is_for_matrices_only():
+    net = Model(ModelConfig(**MICRO))
+    decayed, kept = train.make_optimizer(net, train.Config(weight_decay=0.3)).param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
+    assert all(p.ndim >= 2 for p in decayed["params"]) and all(p.ndim == 1 for p in kept["params"])
+    assert len(decayed["params"]) + len(kept["params"]) == len(list(net.parameters()))
+
+
+def test_resume_is_exact(micro, monkeypatch):  # [27] [29]
+    """A run of 100 steps, and one cut after steps 5, 37 and 99: data, learning rate, draws and losses are equal."""
+    seen = []
+
+    def see(net, micro_batches, device):
+        seen.append((micro_batches[0][0].tolist(), torch.rand(1).item()))
+
+    monkeypatch.setattr(train, "gradients", train.gradients)  # undone after the test
+    watch("gradients", see)
+    usual = dict(steps=100, warmup=10, batch_size=1, precision="mxfp4", eval_every=33)
+    whole = train.main(micro(**usual, out_dir=micro().out_dir + "-whole"))
+    whole_seen, seen[:] = list(seen), []
+
+    inner = train.train_step
+
+    def cut(run, config):
+        answer = inner(run, config)
+        if run.counts["step"] in (5, 37, 99):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return answer
+
+    monkeypatch.setattr(train, "train_step", cut)
+    ends = []
+    while not ends or not ends[-1]["finished"]:
+        ends.append(train.main(micro(**usual, resume="auto")))
+    assert [end["step"] for end in ends] == [5, 37, 99, 100]
+    assert seen == whole_seen
+    keys = ("step", "loss", "lr", "grad_norm", "balance")
+    assert curve(micro().out_dir, *keys) == curve(micro().out_dir + "-whole", *keys)
+    assert ends[-1]["val_loss"] == whole["val_loss"] and ends[-1]["val_loss_quantized"] == whole["val_loss_quantized"]
+    assert checkpoints(micro().out_dir) == [99, 100]
+
+
+def test_init_from_takes_the_weights_alone(micro):
+    still = MICRO | {"balance_rate": 0.0}
+    first = train.main(micro(steps=8, lr=1e-2, model=still))
+    again = micro(steps=1, lr=0.0, model=still, init_from=first["checkpoint"], out_dir=micro().out_dir + "-next")
+    second = train.main(again)
+    assert second["val_loss"] == first["val_loss"] and second["step"] == 1
+
+
+def test_non_finite_steps_end_the_run(micro, monkeypatch):  # [22]
+    inner = train.start
+
+    def spoil(run, p):
+        p.grad[0, 0] *= math.nan if run.counts["step"] >= 3 else 1
+
+    def start(config):
+        run = inner(config)
+        run.net.head.register_post_accumulate_grad_hook(lambda p: spoil(run, p))
+        return run
+
+    monkeypatch.setattr(train, "start", start)
+    with pytest.raises(FloatingPointError, match=r"4 steps in a row.*step 7.*gradient norm is nan.*ckpt/3"):
+        train.main(micro(steps=20, save_every=3, max_bad_steps=4))
+    log = rows(micro().out_dir)
+    assert [row["step"] for row in log if "skipped" in row] == [4, 5, 6, 7] and log[-1]["grad_norm"] is None
+    state = train.training_state(*fresh(micro()))
+    train.load_checkpoint(Path(micro().out_dir, "ckpt", "3"), state)
+    assert all(t.isfinite().all() for t in state["model"].values())
+
+
+def fresh(config):
+    net = Model(ModelConfig(**config.model))
+    return net, train.make_optimizer(net, config)
+
+
+# ---- accumulation ----
+
+
+def batch(sequences, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [(t[:, :-1], t[:, 1:]) for t in torch.randint(257, (sequences, 1, 17), generator=generator)]
+
+
+def grads(net, micro_batches):
+    loss, norm, _ = train.gradients(net, micro_batches, torch.device("cpu"))
+    answer = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    return loss, answer
+
+
+def test_cutting_into_micro_batches_changes_nothing():  # [18]
+    torch.manual_seed(0)
+    net = Model(ModelConfig(**MICRO, balance_alpha=0.0))
+    singles = batch(8)
+    whole_loss, whole = grads(net, [tuple(map(torch.cat, zip(*singles)))])
+    for size in (4, 2, 1):
+        cuts = [tuple(map(torch.cat, zip(*singles[i : i + size]))) for i in range(0, 8, size)]
+        loss, cut = grads(net, cuts)
+        assert loss == pytest.approx(whole_loss, rel=1e-6)
+        for a, b in zip(whole, cut):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * a.abs().max().item())
+
+
+@pytest.mark.parametrize("j", [0, 1, 2])
+def test_every_micro_batch_counts(j):  # [18] [20]
+    torch.manual_seed(0)
+    net = Model(ModelConfig(**MICRO, balance_alpha=0.0))
+    singles = batch(3)
+    hidden = torch.full_like(singles[0][1], data.IGNORED)
+    loss, together = grads(net, [(x, y if i == j else hidden) for i, (x, y) in enumerate(singles)])
+    alone_loss, alone = grads(net, [singles[j]])
+    assert loss == pytest.approx(alone_loss, rel=1e-6) and any(g.any() for g in together)
+    for a, b in zip(alone, together):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * a.abs().max().item())
+
+
+def test_loads_are_counted_once():  # [13]
+    for recompute in ((), ("norm", "moe"), ("norm", "mla_up", "attn", "mlp", "moe")):
+        torch.manual_seed(0)
+        net = Model(ModelConfig(**MICRO))
+        net.recompute = frozenset(recompute)
+        grads(net, batch(4))  # 64 tokens, top-2, one MoE layer
+        assert sum(m.load.sum() for m in net.modules() if hasattr(m, "load")) == 128
+        grads(net, batch(12))
+        assert sum(m.load.sum() for m in net.modules() if hasattr(m, "load")) == 512
+        net.update_balance()
+        assert not any(m.load.any() for m in net.modules() if hasattr(m, "load"))
+
+
+# ---- two ranks ----
+
+
+class Toy(torch.nn.Module):
+    """Its loss at a token is the target times w, w = 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens, targets, num_tokens):
+        return None, (targets * (targets != data.IGNORED)).sum() * self.w / num_tokens
+
+
+def toy_loss(cuts):
+    """`cuts`: targets of the micro-batches of each rank."""
+    if "RANK" in os.environ:
+        train.dist.init_process_group("gloo")
+    toy = Toy()
+    targets = cuts[train.rank()] if len(cuts) > 1 else cuts[0]
+    loss, _, tokens = train.gradients(toy, [(t, t) for t in targets], torch.device("cpu"))
+    return loss, toy.w.grad.item(), tokens
+
+
+def test_loss_is_a_mean_over_tokens():  # [20]
+    five, one, none = torch.tensor([[2, 2, 2, 2, 2]]), torch.tensor([[6, -100, -100]]), torch.full((1, 4), -100)
+    right = (pytest.approx(16 / 6), pytest.approx(16 / 6), 6)
+    assert toy_loss([[five, one]]) == right
+    assert toy_loss([[five, none, one]]) == right
+    assert toy_loss([[none]])[0] == 0
+    assert results(launch(toy_loss, [[five], [one]])) == [right, right]
+    assert results(launch(toy_loss, [[five, one], [none, none]])) == [right, right]
+
+
+def test_ranks_and_micro_batches_train_as_one_process(micro):  # [15] [18] [28]
+    """One global batch: in one process, in micro-batches, on two ranks, in one process that goes on from two ranks."""
+    name = micro().out_dir
+    train.main(micro(batch_size=4, eval_steps=1, out_dir=f"{name}-one"))
+    train.main(micro(grad_accum=2, out_dir=f"{name}-accumulated"))
+    two = results(launch(train.main, micro(save_every=3, out_dir=f"{name}-two")))
+    train.main(micro(batch_size=4, eval_steps=1, out_dir=f"{name}-on", resume=f"{name}-two/ckpt/3"))
+    keys = ("step", "loss", "grad_norm", "lr")
+    one = curve(f"{name}-one", *keys)
+    for other, expected in (("accumulated", one), ("two", one), ("on", one[3:])):
+        assert sum(curve(f"{name}-{other}", *keys), []) == pytest.approx(sum(expected, []), rel=1e-4), other
+        assert rows(f"{name}-{other}")[-1]["val_loss"] == pytest.approx(rows(f"{name}-one")[-1]["val_loss"], rel=1e-5)
+    assert two[0]["val_loss"] == two[1]["val_loss"]
+
+
+def spoiled(config, value, spoiled_ranks):
+    """Trains with gradients spoiled in step 3; tells whether that step changed weights, biases or moments."""
+    start, train_step, changed = train.start, train.train_step, []
+
+    def start_spoiled(config):
+        run = start(config)
+        for p in run.net.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: spoil(run, p))
+        return run
+
+    def spoil(run, p):
+        if run.counts["step"] == 2 and train.rank() in spoiled_ranks:
+            p.grad.fill_(value)
+
+    def watched(run, config):
+        before = pickle.dumps(train.training_state(run.net, run.optimizer))
+        answer = train_step(run, config)
+        changed.append(before != pickle.dumps(train.training_state(run.net, run.optimizer)))
+        return answer
+
+    train.start, train.train_step = start_spoiled, watched
+    return train.main(config), changed
+
+
+@pytest.mark.parametrize("value, ranks, said", [(math.nan, [1], "nan"), (1e20, [0, 1], "inf")])
+def test_all_ranks_skip_a_non_finite_step(micro, value, ranks, said):  # [22]
+    answers = results(launch(spoiled, micro(steps=4, save_every=1, precision="fp8"), value, ranks))
+    for last, changed in answers:
+        assert changed == [True, True, False, True] and last["skipped"] == 1 and math.isfinite(last["val_loss"])
+    assert answers[0][0]["grad_norm"] == answers[1][0]["grad_norm"]
+    log = rows(micro().out_dir)
+    assert [row.get("skipped") for row in log] == [None, None, f"gradient norm is {said}", None]
+
+
+def killed_in_save(config, when, rank):
+    """Trains until a rank dies by kill -9 in the save of step 4: before its part is written, or after."""
+    save = train.dcp.save
+
+    def deadly(state, checkpoint_id, **options):
+        doomed = checkpoint_id.name == "4.tmp" and train.rank() == rank
+        if doomed and when == "before":
+            (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(state, checkpoint_id=checkpoint_id, **options)
+        if doomed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train.dcp.save = deadly
+    return train.main(config)
+
+
+@pytest.mark.parametrize("when, rank", [("before", 1), ("after", 0)])
+def test_kill_in_a_save_costs_no_checkpoint(micro, when, rank):  # [30]
+    answers = launch(killed_in_save, micro(steps=6, save_every=2), when, rank)
+    assert answers[rank][0] == -signal.SIGKILL and answers[1 - rank][0] != 0
+    assert checkpoints(micro().out_dir) == [2]
+    ends = results(launch(train.main, micro(steps=6, save_every=2, resume="auto")))
+    assert [end["step"] for end in ends] == [6, 6] and checkpoints(micro().out_dir) == [4, 6]
+    assert [row["step"] for row in rows(micro().out_dir)] == [1, 2, 3, 4, 5, 6]
+    assert not list(Path(micro().out_dir, "ckpt").glob("*.tmp"))
+
+
+def unwritable_later(config):
+    """Trains with the checkpoint folder replaced by a file after the start."""
+    def replace(run, config):
+        if train.rank() == 0:
+            Path(config.out_dir, "ckpt").rmdir()
+            Path(config.out_dir, "ckpt").write_text("")
+
+    watch("train", replace)
+    return train.main(config)
+
+
+@pytest.mark.parametrize("work, change, said", [
+    (train.main, dict(out_dir="/dev/null/run"), "/dev/null"), (unwritable_later, {}, "ckpt"),
+    (train.main, dict(tokenizer="gpt2", model=MICRO | {"vocab_size": 50304}), "TIKTOKEN_CACHE_DIR")])
+def test_a_fault_ends_all_ranks(micro, monkeypatch, tmp_path, work, change, said):  # [30] [33]
+    answers = launch(offline, str(tmp_path / "empty"), work, micro(**change))
+    assert [code != 0 for code, _, _ in answers] == [True, True]
+    assert said in answers[0][2] and answers[1][2] == ""
+
+
+def offline(cache, work, config):
+    os.environ.update(TIKTOKEN_CACHE_DIR=cache, https_proxy="http://127.0.0.1:9", HTTPS_PROXY="http://127.0.0.1:9")
+    return work(config)
+
+
+# ---- from the command line ----
+
+
+def command(*words):
+    return subprocess.Popen([*words], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_imports_start_nothing():  # [34] [35]
+    code = "import sys; sys.modules['triton'] = None; import torch, train; print(torch.cuda.is_initialized())"
+    out, err = command(sys.executable, "-c", code).communicate(timeout=60)
+    assert out == "False\n", err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_and_saves(micro, number):  # [35]
+    config = micro(steps=10_000, warmup=2, precision="mxfp4")
+    process = command(sys.executable, "train.py", *flags(config))
+    log = Path(config.out_dir, "log.jsonl")
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_text().count("\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    step = rows(config.out_dir)[-1]["step"]
+    assert process.returncode == 0 and f"stopped by a signal after step {step}" in out.splitlines()[-1], err
+    assert checkpoints(config.out_dir) == [step]
+
+
+def test_torchrun(micro):  # [35]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    run = command(*torchrun, "train.py", *flags(micro(steps=3)))
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 0, err
+    log = rows(micro().out_dir)
+    assert [row["step"] for row in log] == [1, 2, 3] and all(math.isfinite(row["loss"]) for row in log)
+    assert "val loss" in out.splitlines()[-1] and out.count("val loss") == 2
+
+
+def test_a_fault_is_one_line_and_exit_code_2(micro):
+    process = command(sys.executable, "train.py", "--wamup=3")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.count("\n")) == (2, "", 1) and "--warmup" in err
+
+
+# ---- bench.py ----
+
+
+def test_loss_bench_runs_once_and_plots(micro, monkeypatch, capsys, tmp_path):
+    config = micro(steps=3, eval_every=2)
+    set_by_bench = ("--precision", "--seed", "--out_dir", "--resume", "--log_every")
+    ours = [word for word in flags(config) if not word.startswith(set_by_bench)]
+    words = ["loss", "--precisions=bf16,mxfp4", "--seeds=0,1", f"--out={tmp_path / 'bench'}", *ours]
+    bench.main(words)
+    first = (tmp_path / "bench" / "loss.csv").read_text().splitlines()
+    assert first[0] == "precision,seed,steps,val_loss,val_loss_quantized,seconds,device,torch,triton,commit,date"
+    assert len(first) == 5 and "% from bf16" in capsys.readouterr().out
+
+    monkeypatch.setattr(train, "main", lambda _: pytest.fail("a finished run was repeated"))
+    bench.main(words)
+    assert (tmp_path / "bench" / "loss.csv").read_text().splitlines() == first
+    with pytest.raises(ValueError, match="lr"):
+        bench.main([*words, "--lr=0.5"])
+    with pytest.raises(ValueError, match="--seeds"):
+        bench.main([*words, "--seed=3"])
+    png = tmp_path / "curves.png"
+    bench.main(["plot", str(tmp_path / "bench" / "bf16-0"), str(tmp_path / "bench" / "mxfp4-1"), f"--out={png}"])
+    for path in (png, tmp_path / "bench" / "loss.png"):
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    with pytest.raises(FileNotFoundError, match="no run"):
+        bench.main(["plot", str(tmp_path)])
+
+
+def test_plot_names_the_extra_it_needs(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r"pip install '\.\[plot\]'"):
+        bench.plot_runs([], tmp_path / "x.png")
