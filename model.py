@@ -32,6 +32,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -335,6 +336,7 @@ class _Dispatch(torch.autograd.Function):
         return quant.carrier(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dx):
         return _over_wire(dx, ctx.format), None
 
@@ -346,6 +348,7 @@ class _Combine(torch.autograd.Function):
         return _over_wire(y, combine_format)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         wire = quant.quantize_fp8_rows(dy)
         return quant.dequantize(wire, dy.dtype) if ctx.in_full else quant.carrier(dy, wire), None, None

@@ -23,7 +23,7 @@ The three GEMMs of y = x W^T, and what each reads (compute=fp8):
 What stays alive between forward and backward is x in the format `save` names, nothing else. Bytes a token for a linear that
 reads H = 7168: BF16 14336, FP8 7392, MXFP4 3808. A SwiGLU feed-forward layer (dense, shared or routed) keeps x and FC1's
 output h (`save_h`); the activation a = silu(h_gate) * h_up * p is rebuilt from h, the expert output never needed, since the
-gradient of the gate weight p is <da, a> / p.
+gradient of the gate weight p is <da, silu(h_gate) * h_up>.
 
 Why power-of-two scales: MXFP4 -> FP8 is then exact. An FP4 value has 2 significant bits and FP8 has room for 2^15 between
 1 and its largest power, so 32-blocks whose scales differ by up to 2^14 share one FP8 scale without losing a bit, along rows
@@ -45,6 +45,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -140,6 +141,12 @@ def _tiles(x: Tensor, size: int, dim: int = -1) -> Tensor:
     return x.unflatten(dim, (x.shape[dim] // size, size))
 
 
+def _check_scale(q: Fp8 | Fp4, name: str, tile: int):
+    rows, columns = q.data.shape[0], q.data.shape[1] * (2 if isinstance(q, Fp4) else 1)
+    if q.scale.shape != (rows, -(-columns // tile)):
+        raise ValueError(f"{name} takes rows, one scale for {tile} elements; got data {list(q.data.shape)}, scale {list(q.scale.shape)}")
+
+
 def _check(x: Tensor, name: str, ndims: tuple[int, ...], multiple: int = 1):
     if x.dim() not in ndims or x.shape[-1] % multiple:
         wide = f", the last dimension a multiple of {multiple}" if multiple > 1 else ""
@@ -217,6 +224,7 @@ def quantize_fp8_fp4_rows(x: Tensor) -> tuple[Fp8, Fp4]:
 def fp8_to_fp4(q: Fp8) -> Fp4:
     """FP8 rows -> MXFP4 rows. Rounds a second time, so it is for tensors that exist in FP8 only. ValueError unless 32 | K."""
     _check(q.data, "fp8_to_fp4", (2,), BLOCK)
+    _check_scale(q, "fp8_to_fp4", TILE)
     if q.data.is_cuda:
         return Fp4(*kernels.fp8_to_fp4(*q))
     value = _tiles(q.data.float(), BLOCK)  # in units of the tile's scale: at most 448, so exponents can simply be added
@@ -231,6 +239,7 @@ def fp8_to_fp4(q: Fp8) -> Fp4:
 def fp4_to_fp8_rows(q: Fp4) -> Fp8:
     """MXFP4 rows -> FP8 rows, exact while the block exponents inside a 1x128 tile differ by at most 14."""
     _check(q.data, "fp4_to_fp8_rows (packed data)", (2,), BLOCK // 2)
+    _check_scale(q, "fp4_to_fp8_rows", BLOCK)
     if q.data.is_cuda:
         return Fp8(*kernels.fp4_to_fp8_rows(*q))
     top = _tiles(q.scale.int(), TILE // BLOCK).amax(-1)  # [M, K/128]; a block of zeros has byte 0 and never decides
@@ -243,6 +252,7 @@ def fp4_to_fp8_cols(q: Fp4) -> Fp8:
 
     Exact while the block exponents inside a tile differ by at most 14, so it decodes to the numbers of fp4_to_fp8_rows."""
     _check(q.data, "fp4_to_fp8_cols (packed data)", (2,), BLOCK // 2)
+    _check_scale(q, "fp4_to_fp8_cols", BLOCK)
     if q.data.is_cuda:
         return Fp8(*kernels.fp4_to_fp8_cols(*q))
     top = _tiles(_tiles(q.scale.int(), TILE // BLOCK), TILE, -3).amax((-3, -1))  # [M/128, K/128]
@@ -256,6 +266,7 @@ def fp8_rows_to_cols(q: Fp8) -> Fp8:
 
     Codes move down by the difference of exponents, rounded to nearest even into the subnormals."""
     _check(q.data, "fp8_rows_to_cols", (2,))
+    _check_scale(q, "fp8_rows_to_cols", TILE)
     if q.data.is_cuda:
         return Fp8(*kernels.fp8_rows_to_cols(*q))
     e = _exponent(q.scale)
@@ -286,14 +297,14 @@ def _transpose(data: Tensor, scale: Tensor) -> Fp8:
 
 
 def dequantize(q: Fp8 | Fp4, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers that q stands for, [M, K] (or q.data's shape), float32. BF16 holds every one of them exactly, too."""
+    """The numbers that q stands for, [M, K] (or q.data's shape). BF16 holds them exactly, too, down to scales of 2^-124."""
     if isinstance(q, Fp4):
         byte = q.scale.int()
         scale = torch.where(byte == 0, 0x400000, byte << 23).view(torch.float32).masked_fill(byte == 255, math.nan)
         return (_decode_fp4(q.data) * scale[..., None]).flatten(1).to(dtype)
     n, k = q.data.shape[-2:]
-    tiles = _tiles(q.data.to(dtype), TILE) * _rows_of(q.scale, n).to(dtype)[..., None]
-    return tiles.flatten(-2)[..., :k]
+    tiles = _tiles(q.data.float(), TILE) * _rows_of(q.scale, n)[..., None]
+    return tiles.flatten(-2)[..., :k].to(dtype)
 
 
 def _rows_of(scale: Tensor, n: int) -> Tensor:
@@ -334,7 +345,7 @@ class Recipe:
 
 
 def bytes_per_row(width: int, name: str, element_size: int = 2) -> int:
-    """Bytes of a row of width elements, scales included, kept or sent in a format; element_size is an unquantised one's."""
+    """Bytes of a row of width elements kept in a format, scales included; element_size is an unquantised one's."""
     return {"bf16": width * element_size, "fp8": width + 4 * -(-width // TILE), "fp4": width // 2 + width // BLOCK}[name]
 
 
@@ -387,7 +398,7 @@ def quantize(x: Tensor, recipe: Recipe, norm: Norm | None = None, rebuild: bool 
         fp8 = quantize_fp8_rows(values)
     elif "fp4" in needed:
         fp4 = quantize_fp4_rows(values)
-    return Activation(x, recipe, fp8, fp4, norm, rebuild)
+    return Activation(x, recipe, fp8, fp4, norm, rebuild and norm is not None)
 
 
 def narrow(q: Tensor | Fp8 | Fp4, name: str) -> Tensor | Fp8 | Fp4:
@@ -434,8 +445,8 @@ def weight_operands(weight: Tensor, compute: str, dtype: torch.dtype):
 
 
 # -----------------------------------------------------------------------------
-# GEMMs on decoded operands. Products of FP8 values times powers of two are exact in BF16 and float32 alike, so this is
-# FP8 compute with full float32 accumulation; FP8 tensor cores take this place where they are faster.
+# GEMMs on decoded operands: an E4M3 value times a power of two (from 2^-124 up) is exact in BF16 and in float32, so these
+# give what FP8 tensor cores do, with all sums in float32
 
 def _values(q: Tensor | Fp8 | Fp4, dtype: torch.dtype) -> Tensor:
     """q as a GEMM operand: decoded, to BF16 on CUDA; a plain tensor in dtype."""
@@ -464,7 +475,7 @@ def _grouped_mm(a, b, offsets: Tensor, dtype: torch.dtype) -> Tensor:
 def _grouped_wgrad(a, b, offsets: Tensor, dtype: torch.dtype, out: torch.dtype) -> Tensor:
     """out_ENK = a_NM @ b_KMᵀ over each expert's own M; zero for an expert without rows."""
     a, b = _values(a, dtype), _values(b, dtype)
-    if a.dtype == torch.bfloat16 and a.is_cuda:
+    if a.dtype == torch.bfloat16 and a.is_cuda and a.shape[1]:
         empty = (offsets[1:] == offsets[:-1])[:, None, None]  # grouped_mm leaves these unwritten
         return F.grouped_mm(a, b.t(), offs=offsets[1:]).to(out).masked_fill(empty, 0)
     bounds = offsets.tolist()
@@ -518,6 +529,7 @@ class _RMSNorm(torch.autograd.Function):
         return _norm_values(raw, weight, eps)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         raw, weight = ctx.saved_tensors
         _, unit, factor = _norm_values(raw, weight, ctx.eps)
@@ -538,10 +550,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, recipe, read, source):
         ctx.recipe, ctx.dtype = recipe, x.dtype
-        _save(ctx, weight, source)
+        _save(ctx, weight, source if ctx.needs_input_grad[1] else None)
         return _mm(read, weight_operands(weight, recipe.compute, x.dtype)[0], x.dtype, x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         recipe, (weight, source) = ctx.recipe, _saved(ctx)
         dx = dw = None
@@ -576,6 +589,7 @@ class _RouterLinear(torch.autograd.Function):
         return x.to(weight.dtype) @ weight.t()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         weight, source = _saved(ctx)
         x = _norm_values(*source)[0] if isinstance(source, Norm) else source
@@ -691,7 +705,9 @@ def _expert_operands(weight: Tensor, recipe: Recipe, dtype: torch.dtype):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Forward: fan out, FC1, SwiGLU, FC2, sum. Keeps x (source) before fan-out, h (unless recomputed), ids, weights."""
+    """Forward: fan out, FC1, SwiGLU, FC2, sum. Keeps x (source) before fan-out, h (unless recomputed), ids and weights.
+
+    Routing maps are made again in backward: that costs a sort of ids, keeping them 12 bytes a row."""
 
     @staticmethod
     def forward(ctx, x, weights_TK, w13, w2, ids_TK, recipe, read, source, recompute):
@@ -710,6 +726,7 @@ class _SwiGLU(torch.autograd.Function):
         return _grouped_mm(x_M, _expert_operands(w13, recipe, dtype)[0], groups.offsets, dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         recipe, dtype = ctx.recipe, ctx.dtype
         weights_TK, w13, w2, ids_TK, source, h_kept = _saved(ctx)
@@ -717,15 +734,23 @@ class _SwiGLU(torch.autograd.Function):
         read, kept = _replay(source, recipe)
         if h_kept is None:
             h_kept = _SwiGLU.fc1(read, w13, groups, recipe, dtype)[groups.row_P]
-        dy_rows = _gather(_received_gradient(dy, recipe), _token(groups))
-        da_M = _grouped_mm(dy_rows, _expert_operands(w2, recipe, dtype)[1], groups.offsets, dtype)
-        dh_rows, dh_cols, a_cols, dp_M = _swiglu_backward(da_M, h_kept, _gate(weights_TK, groups), groups.row_P, recipe)
-        dw2 = _grouped_wgrad(_cols(dy_rows, recipe.compute), a_cols, groups.offsets, dtype, w2.dtype)
-        dx_M = _grouped_mm(dh_rows, _expert_operands(w13, recipe, dtype)[1], groups.offsets, dtype)
-        x_cols = _cols(_gather(kept, _token(groups)), recipe.compute)
-        dw13 = _grouped_wgrad(dh_cols, x_cols, groups.offsets, dtype, w13.dtype)
+        token_M = _token(groups)
+        dy_rows = _gather(_received_gradient(dy, recipe), token_M)
+        dh_rows, dh_cols, a_cols, dp_M = _swiglu_backward(
+            _grouped_mm(dy_rows, _expert_operands(w2, recipe, dtype)[1], groups.offsets, dtype),
+            h_kept, _gate(weights_TK, groups), groups.row_P, recipe)
+        dx = dw13 = dw2 = None
+        if ctx.needs_input_grad[3]:
+            dw2 = _grouped_wgrad(_cols(dy_rows, recipe.compute), a_cols, groups.offsets, dtype, w2.dtype).view_as(w2)
+        del h_kept, dy_rows, a_cols
+        if ctx.needs_input_grad[0]:
+            dx_M = _grouped_mm(dh_rows, _expert_operands(w13, recipe, dtype)[1], groups.offsets, dtype)
+            dx = _sum_rows(dx_M, groups.row_TK)
+        if ctx.needs_input_grad[2]:
+            x_cols = _cols(_gather(kept, token_M), recipe.compute)
+            dw13 = _grouped_wgrad(dh_cols, x_cols, groups.offsets, dtype, w13.dtype).view_as(w13)
         dweights = _gather(dp_M, groups.row_TK.flatten()).view_as(weights_TK).to(weights_TK.dtype)
-        return _sum_rows(dx_M, groups.row_TK), dweights, dw13.view_as(w13), dw2.view_as(w2), *[None] * 5
+        return dx, dweights, dw13, dw2, *[None] * 5
 
 
 def _token(groups: Groups) -> Tensor:
@@ -757,7 +782,7 @@ def carrier(like: Tensor, wire: Fp8 | None = None) -> Tensor:
 
 
 def takes_wire(y: Tensor) -> bool:
-    """Whether y comes from `experts`, whose backward reads a carrier's `wire`; anything else needs its gradient in full."""
+    """Whether y comes from `experts` (or `mlp`), whose backward reads a carrier's `wire`; others need a gradient in full."""
     return y.grad_fn is not None and y.grad_fn.name() == "_SwiGLUBackward"
 
 
@@ -782,7 +807,8 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, re
     x [T, H]; ids [T, K] in 0..E-1, or -1 for none; weights [T, K] float32; w13 [E, 2I, H] (gate rows first), w2 [E, H, I].
     payload: x as it came over the wire, which is then what experts read (x only carries the gradient, see `carrier`);
     without one x is brought to the wire's format here, so that codes do not depend on where tokens come from.
-    recompute: h is not kept but rebuilt by one FC1 GEMM, from the bits that forward read. ValueError for shapes that do not fit.
+    recompute: h is not kept but rebuilt, in full, by one FC1 GEMM from the bits that forward read, which are then what is kept
+    of x, also where `save` is narrower. ValueError for shapes that do not fit.
     """
     _check_experts(x, ids, weights, w13, w2)
     if payload is None and recipe.dispatch != "bf16":
