@@ -87,7 +87,8 @@ class ModelConfig:
                     "n_experts", "top_k", "expert_width", "n_groups", "top_groups", "max_seq_len", "yarn_origin", "rope_base")
         rules = {
             **{f"{name} is positive": getattr(self, name) > 0 for name in positive},
-            "q_lora, n_shared and init_std are not negative": min(self.q_lora, self.n_shared, self.init_std) >= 0,
+            "q_lora, n_shared, norm_eps and init_std are not negative":
+                min(self.q_lora, self.n_shared, self.norm_eps, self.init_std) >= 0,
             "n_dense is at most n_layers": 0 <= self.n_dense <= self.n_layers,
             "rope_dim is even": self.rope_dim % 2 == 0,
             "gate is sigmoid or softmax": self.gate in ("sigmoid", "softmax"),
@@ -95,7 +96,7 @@ class ModelConfig:
             "n_groups divides n_experts": self.n_experts % groups == 0,
             "top_groups is at most n_groups": self.top_groups <= groups,
             "top_k experts fit into top_groups groups": self.top_k <= self.top_groups * self.n_experts // groups,
-            "group_score=top2 needs two experts a group": groups == 1 or self.n_experts // groups >= best,
+            "group_score=top2 needs n_experts of at least 2 * n_groups": groups == 1 or self.n_experts // groups >= best,
             "yarn_factor is at least 1": self.yarn_factor >= 1,
         }
         for field in fields(self):
@@ -590,7 +591,7 @@ def tokens_received(config: ModelConfig, ranks: int) -> float:
     """Tokens a rank receives for each of its own when experts are spread over `ranks` and choices are uniform.
 
     A token goes once to each rank that holds one of its top_k experts; group-limited routing keeps it to few ranks.
-    V3 on 32 ranks: 6.45. ValueError unless ranks and groups divide one another and the experts."""
+    V3 on 32 ranks: 6.60. ValueError unless ranks and groups divide one another and the experts."""
     c = config
     if ranks < 1 or c.n_experts % ranks or (c.n_groups % ranks and ranks % c.n_groups):
         raise ValueError(f"{c.n_experts} experts in {c.n_groups} groups do not spread evenly over {ranks} ranks")
