@@ -121,7 +121,7 @@ class ModelConfig:
 _DEEPSEEK = dict(nope_dim=128, rope_dim=64, v_dim=128, kv_lora=512)
 
 PRESETS = {
-    "tiny": ModelConfig(init_std=0.06),
+    "tiny": ModelConfig(init_std=0.08),
     "small": ModelConfig(
         n_layers=8, hidden=768, dense_width=2048, n_heads=6, nope_dim=128, rope_dim=64, v_dim=128, q_lora=384, kv_lora=256,
         n_experts=64, n_shared=1, top_k=6, expert_width=256, route_scale=2.5, init_std=0.02),

@@ -109,8 +109,19 @@ def _fp4_byte(bits: Tensor, rule: str) -> Tensor:
 def _encode_fp8(v: Tensor, bad: Tensor) -> Tensor:
     """E4M3 of v: nearest even, saturating; NaN where bad. torch's own cast overflows differently in each version."""
     code = v.clamp(-448, 448).to(torch.float8_e4m3fn)
-    code.view(torch.uint8).masked_fill_(bad, NAN_CODE)
+    if bad.any():
+        code.view(torch.uint8).masked_fill_(bad, NAN_CODE)
     return code
+
+
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def _decode_fp8(data: Tensor) -> Tensor:
+    """Unscaled values of E4M3 codes, float32; on a CPU by table, five times as fast as torch's conversion."""
+    if data.is_cuda:
+        return data.float()
+    return _E4M3.index_select(0, data.view(torch.uint8).flatten().int()).view(data.shape)
 
 
 def _encode_fp4(v: Tensor, bad: Tensor) -> Tensor:
@@ -130,7 +141,8 @@ _E2M1_PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], 1)  #
 
 def _decode_fp4(data: Tensor) -> Tensor:
     """Unscaled values of packed E2M1 [M, K/2] in blocks: [M, K/32, 32]."""
-    return _E2M1_PAIRS.to(data.device)[data.int()].reshape(len(data), data.shape[1] * 2 // BLOCK, BLOCK)
+    pairs = _E2M1_PAIRS.to(data.device).index_select(0, data.flatten().int())
+    return pairs.view(len(data), data.shape[1] * 2 // BLOCK, BLOCK)
 
 
 def _tiles(x: Tensor, size: int, dim: int = -1) -> Tensor:
@@ -162,7 +174,7 @@ def quantize_fp8_rows(x: Tensor) -> Fp8:
     _check(x, "quantize_fp8_rows", (2,))
     if x.is_cuda:
         return Fp8(*kernels.quantize_fp8_rows(x))
-    tiles = _tiles(x.float(), TILE)
+    tiles = _tiles(x.float().contiguous(), TILE)  # a maximum along a strided row is slow
     bits, bad = _amax_bits(tiles, -1)
     e = _fp8_exponent(bits)
     data = _encode_fp8(tiles * _pow2(-e), bad).flatten(1)[:, :x.shape[1]].contiguous()
@@ -227,7 +239,7 @@ def fp8_to_fp4(q: Fp8) -> Fp4:
     _check_scale(q, "fp8_to_fp4", TILE)
     if q.data.is_cuda:
         return Fp4(*kernels.fp8_to_fp4(*q))
-    value = _tiles(q.data.float(), BLOCK)  # in units of the tile's scale: at most 448, so exponents can simply be added
+    value = _tiles(_decode_fp8(q.data), BLOCK)  # in units of the tile's scale: at most 448, so exponents can simply be added
     bits, bad = _amax_bits(value, -1)
     e = _exponent(q.scale).repeat_interleave(TILE // BLOCK, 1)[:, :value.shape[1], None]
     bad = bad | (e == 128)
@@ -273,7 +285,7 @@ def fp8_rows_to_cols(q: Fp8) -> Fp8:
     top = _tiles(e + 127, TILE, -2).amax(-2) - 127  # [M/128, K/128]; + 127, so that padding, 0, never decides
     shift = (e - top.repeat_interleave(TILE, 0)[:len(e)]).clamp(min=-126)
     bad = top == 128
-    value = q.data.float() * _pow2(shift).repeat_interleave(TILE, 1)[:, :q.data.shape[1]]
+    value = _decode_fp8(q.data) * _pow2(shift).repeat_interleave(TILE, 1)[:, :q.data.shape[1]]
     bad_rows = bad.repeat_interleave(TILE, 0)[:len(e)].repeat_interleave(TILE, 1)[:, :q.data.shape[1]]
     return _transpose(_encode_fp8(value, bad_rows | value.isnan()), _scale(top.clamp(max=127), bad))
 
@@ -303,7 +315,7 @@ def dequantize(q: Fp8 | Fp4, dtype: torch.dtype = torch.float32) -> Tensor:
         scale = torch.where(byte == 0, 0x400000, byte << 23).view(torch.float32).masked_fill(byte == 255, math.nan)
         return (_decode_fp4(q.data) * scale[..., None]).flatten(1).to(dtype)
     n, k = q.data.shape[-2:]
-    tiles = _tiles(q.data.float(), TILE) * _rows_of(q.scale, n)[..., None]
+    tiles = _tiles(_decode_fp8(q.data), TILE) * _rows_of(q.scale, n)[..., None]
     return tiles.flatten(-2)[..., :k].to(dtype)
 
 

@@ -180,7 +180,7 @@ def test_help_shows_every_field_with_its_comment(capsys):
     assert left.value.code == 0
     for f in [*fields(train.Config), *fields(ModelConfig)]:
         assert f.name == "model" or f"--{f.name} " in shown or f"--model.{f.name} " in shown
-    assert "tokens of a sequence [256]" in shown and "attention heads [" in shown
+    assert f"tokens of a sequence [{train.Config().seq_len}]" in shown and "attention heads [" in shown
 
 
 # ---- checks before data is opened ----

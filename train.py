@@ -78,11 +78,11 @@ class Config:
     recompute: str = "none"  # what backward computes again: a comma list of norm, mla_up, attn, mlp, moe; or none
     data: str = "python"  # python (the standard library's sources), a folder, a glob, or a file of text
     tokenizer: str = "bytes"  # bytes, a tiktoken name, or the path of a .tiktoken rank file
-    seq_len: int = 256  # tokens of a sequence
-    batch_size: int = 16  # sequences of a micro-batch on one rank
+    seq_len: int = 128  # tokens of a sequence
+    batch_size: int = 12  # sequences of a micro-batch on one rank
     grad_accum: int = 1  # micro-batches of a step on one rank
     steps: int = 200  # optimizer steps of the whole run
-    lr: float = 3e-3  # peak learning rate
+    lr: float = 2e-3  # peak learning rate
     min_lr: float = -1.0  # learning rate of the last step; below 0: a tenth of lr
     warmup: int = 20  # steps of linear warm-up, cut to the length of the run
     schedule: str = "cosine"  # cosine (down to min_lr) | wsd (constant, then linear to min_lr in the last fifth)
