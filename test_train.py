@@ -260,6 +260,12 @@ def test_loss_falls(micro):
     assert last < first < math.log(384) and val < 4.5
 
 
+def test_defaults_learn_in_thirty_steps(tmp_path):
+    """The real text and model; bytes drawn by their frequency alone cost 3.1 nats. bench.py loss does the whole run."""
+    last = train.main(train.Config(steps=30, eval_steps=4, device="cpu", out_dir=str(tmp_path / "out")))
+    assert last["val_loss"] < 2.95 and abs(last["val_loss_quantized"] / last["val_loss"] - 1) < 0.01 and not last["skipped"]
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_learning_rate(schedule):  # [29]
     config = train.Config(steps=100, warmup=10, lr=1.0, schedule=schedule)
