@@ -138,6 +138,18 @@ PRESETS = {
 }
 
 
+def check_recipe(config: ModelConfig, recipe: Recipe):
+    """ValueError where the recipe keeps or sends in MXFP4 what its blocks of 32 do not divide."""
+    widths = []
+    if "fp4" in (recipe.save, recipe.dispatch):
+        widths += ["hidden", "q_lora", "kv_lora"]
+    if recipe.save_h == "fp4":
+        widths += ["dense_width", "expert_width"]
+    for name in widths:
+        if getattr(config, name) % quant.BLOCK:
+            raise ValueError(f"MXFP4 needs widths that are multiples of {quant.BLOCK}; {name} is {getattr(config, name)}")
+
+
 # -----------------------------------------------------------------------------
 # rotary position
 

@@ -187,6 +187,8 @@ def test_help_shows_every_field_with_its_comment(capsys):
 
 
 @pytest.mark.parametrize("change, said", [
+    (dict(precision="mxfp4", model=MICRO | {"hidden": 100}), "hidden is 100"),
+    (dict(save_h="fp4", model=MICRO | {"expert_width": 72}), "expert_width is 72"),
     (dict(precision="fp9"), "mxfp4"), (dict(preset="huge"), "v2-lite"), (dict(schedule="step"), "wsd"),
     (dict(dtype="fp16"), "bf16"), (dict(save="int8"), "fp4"), (dict(recompute="attn,all"), "mla_up"),
     (dict(steps=0), "steps"), (dict(lr=math.nan), "lr"), (dict(lr=-1.0), "lr"), (dict(steps="9"), "steps"),

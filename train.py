@@ -223,6 +223,7 @@ def check(config):
     device, dtype = check_device(config, recipe)
     model_config = dataclasses.replace(PRESETS[config.preset], **config.model)
     check_types(model_config, "--model.")
+    model.check_recipe(model_config, recipe)
     if config.seq_len > model_config.max_seq_len:
         raise ValueError(f"--seq_len={config.seq_len} is more than --model.max_seq_len={model_config.max_seq_len}.")
     resume = check_out_dir(config)
