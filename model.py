@@ -21,6 +21,7 @@ V value), L latent, E experts, K top-k, G expert groups, I expert width, Vo voca
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass, fields
@@ -140,14 +141,15 @@ PRESETS = {
 
 def check_recipe(config: ModelConfig, recipe: Recipe):
     """ValueError where the recipe keeps or sends in MXFP4 what its blocks of 32 do not divide."""
-    widths = []
+    multiples = {}  # h is gate and up, twice as wide as its name
     if "fp4" in (recipe.save, recipe.dispatch):
-        widths += ["hidden", "q_lora", "kv_lora"]
+        multiples |= dict.fromkeys(("hidden", "q_lora", "kv_lora"), quant.BLOCK)
     if recipe.save_h == "fp4":
-        widths += ["dense_width", "expert_width"]
-    for name in widths:
-        if getattr(config, name) % quant.BLOCK:
-            raise ValueError(f"MXFP4 needs widths that are multiples of {quant.BLOCK}; {name} is {getattr(config, name)}")
+        multiples |= dict.fromkeys(("dense_width",) * (config.n_dense > 0) + ("expert_width",), quant.BLOCK // 2)
+    for name, multiple in multiples.items():
+        if getattr(config, name) % multiple:
+            raise ValueError(f"with {recipe} the model's {name} must be a multiple of {multiple}, for MXFP4's blocks;"
+                             f" {name} is {getattr(config, name)}")
 
 
 # -----------------------------------------------------------------------------
@@ -184,6 +186,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
     cuDNN takes values narrower than keys. Without it (CPU, float32, or deterministic algorithms, which it refuses) values are
     padded to the keys' width for the flash kernel."""
+    if 1 < q.shape[1] < k.shape[1]:
+        raise ValueError(f"{q.shape[1]} new tokens after {k.shape[1] - q.shape[1]} cached ones: give all at once, or one by one")
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     causal = q.shape[2] > 1
     if q.is_cuda and q.dtype != torch.float32 and not torch.are_deterministic_algorithms_enabled():
@@ -464,6 +468,7 @@ class Model(nn.Module):
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=config.init_std)
         quant.new_epoch()
+        self.register_load_state_dict_post_hook(quant.new_epoch)
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None, num_tokens: int | None = None):
         """-> (logits [B, S, Vo], None), or with targets (-100: ignored) (None, loss).
@@ -561,6 +566,7 @@ class Model(nn.Module):
         return (load.amax(1) / mean.squeeze(1).clamp(min=1 / load.shape[1])).mean().float()
 
 
+@functools.cache  # once
 def compile_elementwise():
     """torch.compile the chains of elementwise operations between GEMMs and quantisers, for all models of this process."""
     global rotate
@@ -603,7 +609,7 @@ def tokens_received(config: ModelConfig, ranks: int) -> float:
     """Tokens a rank receives for each of its own when experts are spread over `ranks` and choices are uniform.
 
     A token goes once to each rank that holds one of its top_k experts; group-limited routing keeps it to few ranks.
-    V3 on 32 ranks: 6.60. ValueError unless ranks and groups divide one another and the experts."""
+    V3 on 32 ranks: 6.60 (6.45 if a token could draw an expert twice). ValueError unless ranks and groups divide one another and the experts."""
     c = config
     if ranks < 1 or c.n_experts % ranks or (c.n_groups % ranks and ranks % c.n_groups):
         raise ValueError(f"{c.n_experts} experts in {c.n_groups} groups do not spread evenly over {ranks} ranks")
@@ -623,7 +629,8 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, recompute: frozenset = froze
     """Bytes a token of one layer that autograd holds between forward and backward, by tensor.
 
     ranks: expert-parallel ranks; on one, what experts received and the shared expert's input are the same tensor where they
-    have the same format. element_size: bytes of an unquantised activation. dense: a layer with a dense feed-forward."""
+    have the same format. element_size: bytes of an unquantised activation. dense: a layer with a dense feed-forward.
+    Where attention pads values to the keys' width (see `attention`), v and its output are that wide instead."""
     c, e = config, element_size
     size = lambda width, name: quant.bytes_per_row(width, name, e)
     attn, norm, mla_up = "attn" in recompute, "norm" in recompute, "mla_up" in recompute or "attn" in recompute

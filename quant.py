@@ -2,7 +2,7 @@
 Formats, their exact conversions, and the recipe: what is computed, kept and sent in how many bits.
 
 Hopper multiplies FP8 but has no FP4 unit. nanofp4 therefore computes in FP8, and uses FP4 where bits cost memory or wire:
-for what is *kept* for backward and what is *sent* to other ranks. Nothing is ever decoded to BF16 on the way; codes of one
+for what is *kept* for backward and what is *sent* to other ranks. No conversion goes by way of BF16; codes of one
 format become codes of the other by moving exponents (arXiv 2603.02731, on top of the casting-free FP8 of arXiv 2511.02302).
 
 Three layouts of FP8 (E4M3), each with one power-of-two float32 scale a tile, 2^e with the least e such that amax <= 448 * 2^e:
@@ -50,8 +50,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-if torch.cuda.is_available():  # the kernels need Triton; everything below also runs without it
-    import kernels
+if torch.cuda.is_available():
+    try:
+        import kernels
+    except ImportError:
+        kernels = None  # no Triton on this machine: what is not quantised works all the same
 
 TILE = 128   # FP8: elements a scale, along a row or each side of a block
 BLOCK = 32   # MXFP4: elements a scale
@@ -447,13 +450,20 @@ def weight_operands(weight: Tensor, compute: str, dtype: torch.dtype):
     values = weight.detach()
     if compute == "bf16" and weight.dtype == dtype:
         return values, values.mT
-    version = 0 if weight.is_inference() else weight._version
-    key = (_epoch, version, weight.data_ptr(), compute, dtype)
+    if weight.is_inference():  # it has no version, so nothing would tell that it changed
+        return _weight_copies(values, compute, dtype)
+    key = (_epoch, weight._version, weight.data_ptr(), compute, dtype)
     cached = _copies.get(weight)
     if cached is None or cached[0] != key:
-        copy = values.to(dtype) if compute == "bf16" else None
-        cached = _copies[weight] = key, ((copy, copy.mT) if compute == "bf16" else quantize_fp8_weight(values))
+        cached = _copies[weight] = key, _weight_copies(values, compute, dtype)
     return cached[1]
+
+
+def _weight_copies(values: Tensor, compute: str, dtype: torch.dtype):
+    if compute == "fp8":
+        return quantize_fp8_weight(values)
+    copy = values.to(dtype)
+    return copy, copy.mT
 
 
 # -----------------------------------------------------------------------------
@@ -469,7 +479,11 @@ def _values(q: Tensor | Fp8 | Fp4, dtype: torch.dtype) -> Tensor:
 
 def _mm(a, b, dtype: torch.dtype, out: torch.dtype) -> Tensor:
     """out_MN = a_MK @ b_NKᵀ; plain operands are taken in dtype."""
-    a, b = _values(a, dtype), _values(b, dtype)
+    return _product(_values(a, dtype), _values(b, dtype), out)
+
+
+def _product(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
+    """a @ bᵀ in dtype out; BF16 operands keep their float32 sums where out is float32, which a plain matmul would round."""
     if a.is_cuda and out == torch.float32 and a.dtype != out:
         return torch.mm(a, b.t(), out_dtype=out)
     return (a @ b.t()).to(out)
@@ -487,11 +501,9 @@ def _grouped_mm(a, b, offsets: Tensor, dtype: torch.dtype) -> Tensor:
 def _grouped_wgrad(a, b, offsets: Tensor, dtype: torch.dtype, out: torch.dtype) -> Tensor:
     """out_ENK = a_NM @ b_KMᵀ over each expert's own M; zero for an expert without rows."""
     a, b = _values(a, dtype), _values(b, dtype)
-    if a.dtype == torch.bfloat16 and a.is_cuda and a.shape[1]:
-        empty = (offsets[1:] == offsets[:-1])[:, None, None]  # grouped_mm leaves these unwritten
-        return F.grouped_mm(a, b.t(), offs=offsets[1:]).to(out).masked_fill(empty, 0)
-    bounds = offsets.tolist()
-    return torch.stack([a[:, s:t] @ b[:, s:t].t() for s, t in zip(bounds, bounds[1:])]).to(out)
+    bounds = offsets.tolist()  # one GEMM an expert: torch's grouped one rounds its sums to BF16
+    return torch.stack([_product(a[:, s:t], b[:, s:t], out) if t > s else a.new_zeros(len(a), len(b), dtype=out)
+                        for s, t in zip(bounds, bounds[1:])])
 
 
 def _cols(kept: Tensor | Fp8 | Fp4, compute: str) -> Tensor | Fp8:
@@ -795,7 +807,7 @@ def carrier(like: Tensor, wire: Fp8 | None = None) -> Tensor:
 
 def takes_wire(y: Tensor) -> bool:
     """Whether y comes from `experts` (or `mlp`), whose backward reads a carrier's `wire`; others need a gradient in full."""
-    return y.grad_fn is not None and y.grad_fn.name() == "_SwiGLUBackward"
+    return isinstance(y.grad_fn, _SwiGLU._backward_cls)
 
 
 def mlp(x: Activation, w13: Tensor, w2: Tensor, recompute: bool = False) -> Tensor:

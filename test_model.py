@@ -424,6 +424,18 @@ def test_router_decides_once_case_12(name, step, monkeypatch):
     assert len(calls) == 2 and torch.equal(*calls)  # one MoE layer, once a forward, never in backward
 
 
+@pytest.mark.parametrize("name", ["bf16", "mxfp4"])
+def test_router_of_zeros_case_12(name):
+    """Every score ties, in selection and in weights: recomputing changes no bit."""
+    results = []
+    for scopes in ((), RECOMPUTE_SCOPES):
+        model = build(SMALL, replace(RECIPES[name], save_h="bf16"), scopes)
+        for router in (m for m in model.modules() if isinstance(m, Router)):
+            router.weight.data.zero_()
+        results.append(gradients(model, *inputs_and_targets()))
+    assert_same(*results)
+
+
 # -----------------------------------------------------------------------------
 # the mixture of experts
 

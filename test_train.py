@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for the server of forks below; a fork after threads have run may hang
@@ -521,12 +521,12 @@ def test_kill_in_a_save_costs_no_checkpoint(micro, when, rank):  # [30]
 
 def unwritable_later(config):
     """Trains with the checkpoint folder replaced by a file after the start."""
-    def replace(run, config):
+    def to_a_file(run, config):
         if train.rank() == 0:
             Path(config.out_dir, "ckpt").rmdir()
             Path(config.out_dir, "ckpt").write_text("")
 
-    watch("train", replace)
+    watch("train", to_a_file)
     return train.main(config)
 
 
@@ -537,6 +537,22 @@ def test_a_fault_ends_all_ranks(micro, monkeypatch, tmp_path, work, change, said
     answers = launch(offline, str(tmp_path / "empty"), work, micro(**change))
     assert [code != 0 for code, _, _ in answers] == [True, True]
     assert said in answers[0][2] and answers[1][2] == ""
+
+
+def each_with_its_own_text(config):
+    return train.main(replace(config, data=config.data if os.environ["RANK"] == "0" else "data.py"))
+
+
+def resumed_on_rank_0_alone(config):
+    return train.main(replace(config, out_dir=config.out_dir + "-of-rank-1" * (os.environ["RANK"] == "1")))
+
+
+@pytest.mark.parametrize("work, said", [(each_with_its_own_text, "data"), (resumed_on_rank_0_alone, "out_dir")])
+def test_ranks_that_differ_end_at_once(micro, work, said):
+    train.main(micro(steps=2))
+    answers = launch(work, micro(steps=4, resume="auto" if work is resumed_on_rank_0_alone else "",
+                                 out_dir=micro().out_dir + "-2" * (work is not resumed_on_rank_0_alone)))
+    assert [code != 0 for code, _, _ in answers] == [True, True] and f"do not agree on {said}" in answers[0][2]
 
 
 def offline(cache, work, config):
@@ -571,6 +587,13 @@ def test_a_signal_finishes_the_step_and_saves(micro, number):  # [35]
     step = rows(config.out_dir)[-1]["step"]
     assert process.returncode == 0 and f"stopped by a signal after step {step}" in out.splitlines()[-1], err
     assert checkpoints(config.out_dir) == [step]
+
+
+def test_plain_python(micro):  # [35]
+    run = command(sys.executable, "train.py", *flags(micro(steps=3)))
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 0, err
+    assert all(math.isfinite(row["loss"]) for row in rows(micro().out_dir)) and "val loss" in out.splitlines()[-1]
 
 
 def test_torchrun(micro):  # [35]

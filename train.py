@@ -106,6 +106,9 @@ class Config:
 CHOICES = {"dtype": ("", "bf16", "fp32"), "schedule": ("cosine", "wsd"), "preset": PRESETS, "precision": RECIPES}
 AT_LEAST = {"seq_len": 1, "batch_size": 1, "grad_accum": 1, "steps": 1, "lr": 0, "warmup": 0, "weight_decay": 0,
             "grad_clip": 0, "max_bad_steps": 1, "eval_every": 0, "eval_steps": 1, "save_every": 0, "log_every": 1}
+# what a run that goes on from a checkpoint may change in its model: nothing that shapes a tensor or decides a route
+MAY_CHANGE = {"balance_rate", "balance_alpha", "mtp_weight", "max_seq_len", "rope_base", "yarn_factor", "yarn_origin",
+              "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "norm_eps", "init_std"}
 SAMPLE_TOKENS = 128  # length of the text generated at each evaluation
 KEPT_CHECKPOINTS = 2
 # dense BF16 TFLOP/s by data sheet; the first key found in the device's name
@@ -203,6 +206,17 @@ def together(make, *args, in_turn=False):
     return result
 
 
+def check_ranks_agree(facts):
+    """Ends the run where ranks were started differently, or find other files: they would train apart, or wait for ever."""
+    if world_size() > 1:
+        of_ranks = [None] * world_size()
+        dist.all_gather_object(of_ranks, facts)
+        for name in facts:
+            values = [of_rank[name] for of_rank in of_ranks]
+            if any(value != values[0] for value in values):
+                give_up(ValueError(f"The ranks do not agree on {name}: they have {', '.join(map(str, values))}."))
+
+
 # ---- checks: whatever can be known before data is opened ----
 
 
@@ -224,6 +238,8 @@ def check(config):
     model_config = dataclasses.replace(PRESETS[config.preset], **config.model)
     check_types(model_config, "--model.")
     model.check_recipe(model_config, recipe)
+    if config.min_lr > config.lr:
+        raise ValueError(f"--min_lr={config.min_lr} is more than --lr={config.lr}.")
     if config.seq_len > model_config.max_seq_len:
         raise ValueError(f"--seq_len={config.seq_len} is more than --model.max_seq_len={model_config.max_seq_len}.")
     resume = check_out_dir(config)
@@ -251,9 +267,10 @@ def check_device(config, recipe):
     device = torch.device(name if ":" in name else f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
     if not (torch.cuda.is_available() and device.index < torch.cuda.device_count()):
         raise ValueError(f"torch {torch.__version__} does not see {device} here: use --device=cpu, or fewer ranks.")
-    import triton  # a run on a GPU needs it, no other does
+    if recipe != RECIPES["bf16"]:
+        import triton  # the kernels need it, nothing else does
 
-    check_version("triton", triton.__version__, (3, 6), (3, 9))
+        check_version("triton", triton.__version__, (3, 6), (3, 9))
     capability = torch.cuda.get_device_capability(device)
     check_card(torch.cuda.get_device_name(device), capability, recipe, config.dtype)
     wide = config.dtype == "fp32" or tuple(capability) < (8, 0)
@@ -291,10 +308,10 @@ def check_out_dir(config):
 
 
 def check_same_model(checkpoint, model_config):
-    saved = read_notes(checkpoint)["model"]
+    saved = asdict(model.ModelConfig()) | read_notes(checkpoint)["model"]  # it may be older than a field
     for name, now in asdict(model_config).items():
-        if saved.get(name) != now:
-            raise ValueError(f"{checkpoint} has --model.{name}={saved.get(name)}, this run has --model.{name}={now}:"
+        if saved[name] != now and name not in MAY_CHANGE:
+            raise ValueError(f"{checkpoint} has --model.{name}={saved[name]}, this run has --model.{name}={now}:"
                              f" pass the checkpoint's --preset and --model flags, or begin a new run.")
 
 
@@ -562,6 +579,7 @@ def start(config):
         torch.cuda.reset_peak_memory_stats()
     encoding = together(open_tokenizer, config, model_config, in_turn=True)
     batches, val_batches = together(open_data, config, encoding, resume)
+    check_ranks_agree(asdict(config) | batches.identity | {"checkpoint to resume": resume and resume.name})
 
     torch.manual_seed(config.seed)  # the same weights on every rank
     with device:
