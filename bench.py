@@ -16,6 +16,7 @@ import argparse
 import csv
 import dataclasses
 import json
+import os
 import platform
 import re
 import statistics
@@ -43,6 +44,7 @@ def environment():
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = ""
+    commit = commit or os.environ.get("NANOFP4_COMMIT", "")  # where the code runs without its git folder
     try:
         triton = metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -65,7 +67,10 @@ def read_run(folder):
     """(config, rows of the log) of a folder that train.py wrote. FileNotFoundError: it is none."""
     if not (folder / "config.json").exists() or not (folder / "log.jsonl").exists():
         raise FileNotFoundError(f"{folder} is no run of train.py: it lacks config.json or log.jsonl.")
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    try:
+        rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    except ValueError as error:
+        raise ValueError(f"{folder / 'log.jsonl'} is damaged: {error}; train.py --resume=auto mends it.") from None
     return json.loads((folder / "config.json").read_text())["config"], rows
 
 
@@ -79,10 +84,16 @@ def loss(args, flags):
     missing: finished runs stay, one that was cut goes on.
     """
     usual = train.parse_flags(flags)
+    seeds, precisions = args.seeds.split(","), args.precisions.split(",")
+    if not all(seed.isdigit() for seed in seeds):
+        raise ValueError(f"--seeds={args.seeds} is no comma list of whole numbers.")
+    if unknown := set(precisions) - set(train.RECIPES):
+        raise ValueError(f"--precisions: there is no {min(unknown)}; choose among {', '.join(train.RECIPES)}.")
+    pyplot()  # rather missing now than after hours
     if taken := {word.partition("=")[0] for word in flags} & {"--precision", "--seed", "--out_dir", "--resume"}:
         raise ValueError(f"bench.py loss sets {min(taken)} itself: use --precisions, --seeds and --out.")
-    for seed in map(int, args.seeds.split(",")):
-        for precision in args.precisions.split(","):
+    for seed in map(int, seeds):
+        for precision in precisions:
             folder = args.out / f"{precision}-{seed}"
             config = dataclasses.replace(usual, precision=precision, seed=seed, out_dir=str(folder), log_every=1,
                                          resume="auto")
@@ -109,7 +120,7 @@ def is_finished(folder, config):
 
 
 def is_done(config, rows):
-    return bool(rows) and rows[-1]["step"] == config["steps"] and "val_loss" in rows[-1]
+    return bool(rows) and rows[-1]["step"] == config["steps"] and rows[-1].get("val_loss") is not None
 
 
 def table(folder):
@@ -159,13 +170,7 @@ def plot(args, flags):
 
 def plot_runs(folders, path):
     """Three panels: training loss (running mean), validation loss, and training loss against bf16 of the same seed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("Plots need matplotlib: pip install '.[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     runs = [(str(folder), *read_run(folder)) for folder in folders]
     curves = {name: running_mean(rows) for name, _, rows in runs}
     reference = {config["seed"]: curves[name] for name, config, _ in runs if config["precision"] == "bf16"}
@@ -192,6 +197,17 @@ def plot_runs(folders, path):
         figure.savefig(path, dpi=160)
         plt.close(figure)
     print(f"wrote {path}")
+
+
+def pyplot():
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("Plots need matplotlib: pip install '.[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
 
 
 def running_mean(rows):

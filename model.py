@@ -96,7 +96,7 @@ class ModelConfig:
             "group_score is top2 or max": self.group_score in ("top2", "max"),
             "n_groups divides n_experts": self.n_experts % groups == 0,
             "top_groups is at most n_groups": self.top_groups <= groups,
-            "top_k experts fit into top_groups groups": self.top_k <= self.top_groups * self.n_experts // groups,
+            "top_k is at most top_groups * n_experts / n_groups": self.top_k <= self.top_groups * self.n_experts // groups,
             "group_score=top2 needs n_experts of at least 2 * n_groups": groups == 1 or self.n_experts // groups >= best,
             "yarn_factor is at least 1": self.yarn_factor >= 1,
         }
@@ -530,7 +530,8 @@ class Model(nn.Module):
     def generate(self, tokens_BS: Tensor, max_new_tokens: int, temperature: float = 1.0) -> Tensor:
         """Continue each row: [B, S] -> [B, S + max_new_tokens] int64; temperature 0 takes the likeliest. Caches latents only.
 
-        ValueError if there is nothing to continue, or the result would be longer than max_seq_len."""
+        ValueError if there is nothing to continue, or the result would be longer than max_seq_len; FloatingPointError if
+        logits are not finite."""
         if tokens_BS.shape[1] + max_new_tokens > self.config.max_seq_len:
             raise ValueError(f"{tokens_BS.shape[1]} + {max_new_tokens} tokens do not fit max_seq_len={self.config.max_seq_len}")
         caches, tokens_BS = [[] for _ in self.layers], tokens_BS.long()
@@ -538,6 +539,8 @@ class Model(nn.Module):
         for _ in range(max_new_tokens):
             x, _ = self.trunk(fresh, caches)
             logits = self.logits(x.unflatten(0, fresh.shape)[:, -1], self.norm)
+            if not torch.isfinite(logits).all():
+                raise FloatingPointError("the model's logits are not finite")
             if temperature == 0:
                 fresh = logits.argmax(-1, keepdim=True)
             else:

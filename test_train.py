@@ -369,6 +369,32 @@ def grads(net, micro_batches):
     return loss, answer
 
 
+@pytest.mark.parametrize("eval_every", [0, 1])
+def test_a_diverged_run_is_no_success(micro, eval_every):
+    with pytest.raises(FloatingPointError, match="diverged"):
+        train.main(micro(steps=4, lr=1e38, warmup=0, grad_clip=0.0, eval_every=eval_every))
+
+
+def test_damaged_or_later_checkpoints_are_named(micro):
+    saved = train.main(micro(steps=2))["checkpoint"]
+    with pytest.raises(ValueError, match="beyond --steps=1"):
+        train.main(micro(steps=1, resume="auto"))
+    for damage in ("{}", "[1]", "{half"):
+        Path(saved, "train.json").write_text(damage)
+        with pytest.raises(ValueError, match="train.json is damaged"):
+            train.main(micro(steps=3, resume="auto"))
+    Path(saved, "train.json").unlink()
+    assert train.main(micro(steps=3, resume="auto"))["finished"] and len(rows(micro().out_dir)) == 3
+    assert len(Path(micro().out_dir, "log.old").read_text().splitlines()) == 2  # nothing that was logged is lost
+
+
+def test_loss_bench_checks_before_it_trains(tmp_path):
+    for words, said in ((["--precisions=bf16,mxpf4"], "mxpf4"), (["--seeds=0,x"], "--seeds")):
+        with pytest.raises(ValueError, match=said):
+            bench.main(["loss", f"--out={tmp_path / 'runs'}", *words])
+    assert not (tmp_path / "runs").exists()
+
+
 def test_cutting_into_micro_batches_changes_nothing():  # [18]
     torch.manual_seed(0)
     net = Model(ModelConfig(**MICRO, balance_alpha=0.0))

@@ -75,7 +75,7 @@ class Config:
     save: str = ""  # inputs of linears and experts kept for backward: bf16 | fp8 | fp4
     save_h: str = ""  # FC1's output kept for backward: bf16 | fp8 | fp4
     wire: str = ""  # dispatch: bf16 | fp8 | fp4; fp8-fp8 | fp4-fp8 send the combine in FP8 too
-    recompute: str = "none"  # what backward computes again: a comma list of norm, mla_up, attn, mlp, moe; or none
+    recompute: str = "none"  # what backward computes again: none, or a comma list of norm, mla_up, attn, mlp, moe
     data: str = "python"  # python (the standard library's sources), a folder, a glob, or a file of text
     tokenizer: str = "bytes"  # bytes, a tiktoken name, or the path of a .tiktoken rank file
     seq_len: int = 128  # tokens of a sequence
@@ -207,7 +207,7 @@ def together(make, *args, in_turn=False):
 
 
 def check_ranks_agree(facts):
-    """Ends the run where ranks were started differently, or find other files: they would train apart, or wait for ever."""
+    """Ends the run where ranks were started differently or find other files: they would train apart, or hang."""
     if world_size() > 1:
         of_ranks = [None] * world_size()
         dist.all_gather_object(of_ranks, facts)
@@ -238,11 +238,15 @@ def check(config):
     model_config = dataclasses.replace(PRESETS[config.preset], **config.model)
     check_types(model_config, "--model.")
     model.check_recipe(model_config, recipe)
+    if not 0 <= config.seed < 2**32:
+        raise ValueError(f"--seed={config.seed}: choose one from 0 to 2**32 - 1.")
     if config.min_lr > config.lr:
         raise ValueError(f"--min_lr={config.min_lr} is more than --lr={config.lr}.")
     if config.seq_len > model_config.max_seq_len:
         raise ValueError(f"--seq_len={config.seq_len} is more than --model.max_seq_len={model_config.max_seq_len}.")
     resume = check_out_dir(config)
+    if resume and read_notes(resume)["step"] > config.steps:
+        raise ValueError(f"{resume} is beyond --steps={config.steps}: nothing is left to do.")
     if source := resume or config.init_from and find_checkpoint(config.init_from):
         check_same_model(source, model_config)
     return device, dtype, recipe, recompute, model_config, resume
@@ -297,7 +301,8 @@ def check_out_dir(config):
     out_dir, ckpt = Path(config.out_dir), Path(config.out_dir, "ckpt")
     newest = (complete_checkpoints(ckpt) or [None])[-1]
     resume = newest if config.resume == "auto" else find_checkpoint(config.resume) if config.resume else None
-    if config.resume != "auto" and (newest or (out_dir / "log.jsonl").exists()):
+    log = out_dir / "log.jsonl"
+    if config.resume != "auto" and (newest or log.exists() and log.stat().st_size):
         if resume is None or resume.parent.resolve() != ckpt.resolve():
             raise ValueError(f"{out_dir} holds a run: go on with it by --resume=auto, or choose another --out_dir.")
         if int(newest.name) > int(resume.name):
@@ -334,7 +339,16 @@ def find_checkpoint(path):
 
 
 def read_notes(checkpoint):
-    return json.loads((checkpoint / "train.json").read_text())
+    """A checkpoint's train.json. ValueError: it is damaged."""
+    path = checkpoint / "train.json"
+    try:
+        notes = json.loads(path.read_text())
+        missing = {"model", "config", "data", "step", "skipped", "bad_in_a_row"} - set(notes)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): resume from another checkpoint, by its folder.") from None
+    if missing:
+        raise ValueError(f"{path} is damaged, it lacks {', '.join(sorted(missing))}: resume from another checkpoint.")
+    return notes
 
 
 def training_state(net, optimizer):
@@ -484,11 +498,15 @@ def evaluate(run, config):
         loss, tokens = total(sums).tolist()
         losses[recipe] = loss / tokens
     prompt_BS = torch.tensor([[run.encoding.eot_token]], device=run.device)
-    ids = net.generate(prompt_BS, min(SAMPLE_TOKENS, net.config.max_seq_len - 1), 0.8)[0, 1:].tolist()
+    try:
+        ids = net.generate(prompt_BS, min(SAMPLE_TOKENS, net.config.max_seq_len - 1), 0.8)[0, 1:].tolist()
+        text = to_text(run.encoding, ids)
+    except FloatingPointError as error:
+        text = f"none, {error}"
     net.train()
     net.recipe = trained_with
     say(f"step {run.counts['step']}: val loss {losses[RECIPES['bf16']]:.4f}, in {config.precision}"
-        f" {losses[trained_with]:.4f}; a sample:\n{to_text(run.encoding, ids)}\n")
+        f" {losses[trained_with]:.4f}; a sample:\n{text}\n")
     return {"val_loss": losses[RECIPES["bf16"]], "val_loss_quantized": losses[trained_with]}
 
 
@@ -527,10 +545,13 @@ def open_log(path, step):
     def is_past(line):
         try:
             return json.loads(line)["step"] > step
-        except ValueError:  # torn by a kill
+        except (ValueError, TypeError, KeyError):  # torn by a kill
             return True
 
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    if step == 0 and lines:
+        path.rename(path.with_suffix(".old"))
+        say(f"no complete checkpoint was found: starts at step 0; the log of before is now {path.with_suffix('.old')}")
     shorter = path.with_suffix(".tmp")
     shorter.write_text("".join(f"{line}\n" for line in lines if not is_past(line)))
     shorter.rename(path)
@@ -655,12 +676,16 @@ def train(run, config):
                 give_up(FloatingPointError(f"{counts['bad_in_a_row']} steps in a row were skipped; of the last, step"
                                            f" {row['step']}, the {row['skipped']}. Good checkpoints: {good}."))
             stopped = total(torch.tensor(len(signals))).item() > 0  # a signal may have come to one rank only
-            if stopped or "save" in due:
+            last = stopped or counts["step"] == config.steps
+            if last or "save" in due and not counts["bad_in_a_row"]:  # in a bad streak older checkpoints are worth more
                 notes = counts | {"data": run.batches.state_dict()} | run.origin
                 save_checkpoint(out_dir / "ckpt", training_state(run.net, run.optimizer), notes)
     finished, saved = counts["step"] == config.steps, (complete_checkpoints(out_dir / "ckpt") or [None])[-1]
     if finished and "val_loss" not in row:  # it was finished before: nothing was left to do
         row |= evaluate(run, config)
+    if finished and not math.isfinite(row["val_loss"]):
+        give_up(FloatingPointError(f"The run diverged: val loss {row['val_loss']} after {config.steps} steps,"
+                                   f" {counts['skipped']} of them skipped. Try a lower --lr or a longer --warmup."))
     if finished:
         say(f"val loss {row['val_loss']:.4f} after {config.steps} steps, {counts['skipped']} of them skipped;"
             f" weights in {saved}, curves in {out_dir / 'log.jsonl'}")
