@@ -597,7 +597,8 @@ def parameter_count(config: ModelConfig) -> dict[str, int]:
     total = 2 * outside + c.hidden + c.n_dense * (attention + norms + dense) + c.n_moe * moe(c.n_experts)
     mtp = moe(c.n_experts) + 2 * c.hidden ** 2 + 3 * c.hidden
     active = outside + c.hidden + c.n_dense * (attention + norms + dense) + c.n_moe * moe(c.top_k)
-    return dict(attention=attention, dense=dense, expert=expert, router=router, embedding=outside, mtp=mtp, total=total, active=active)
+    return dict(attention=attention, dense=dense, expert=expert, router=router, embedding=outside, mtp=mtp,
+                total=total, active=active)
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
@@ -612,7 +613,8 @@ def tokens_received(config: ModelConfig, ranks: int) -> float:
     """Tokens a rank receives for each of its own when experts are spread over `ranks` and choices are uniform.
 
     A token goes once to each rank that holds one of its top_k experts; group-limited routing keeps it to few ranks.
-    V3 on 32 ranks: 6.60 (6.45 if a token could draw an expert twice). ValueError unless ranks and groups divide one another and the experts."""
+    V3 on 32 ranks: 6.60 (6.45 if a token could draw an expert twice).
+    ValueError unless ranks and groups divide one another and the experts."""
     c = config
     if ranks < 1 or c.n_experts % ranks or (c.n_groups % ranks and ranks % c.n_groups):
         raise ValueError(f"{c.n_experts} experts in {c.n_groups} groups do not spread evenly over {ranks} ranks")

@@ -159,7 +159,8 @@ def _tiles(x: Tensor, size: int, dim: int = -1) -> Tensor:
 def _check_scale(q: Fp8 | Fp4, name: str, tile: int):
     rows, columns = q.data.shape[0], q.data.shape[1] * (2 if isinstance(q, Fp4) else 1)
     if q.scale.shape != (rows, -(-columns // tile)):
-        raise ValueError(f"{name} takes rows, one scale for {tile} elements; got data {list(q.data.shape)}, scale {list(q.scale.shape)}")
+        shapes = f"data {list(q.data.shape)}, scale {list(q.scale.shape)}"
+        raise ValueError(f"{name} takes rows, one scale for {tile} elements; got {shapes}")
 
 
 def _check(x: Tensor, name: str, ndims: tuple[int, ...], multiple: int = 1):
@@ -501,7 +502,11 @@ def _grouped_mm(a, b, offsets: Tensor, dtype: torch.dtype) -> Tensor:
 def _grouped_wgrad(a, b, offsets: Tensor, dtype: torch.dtype, out: torch.dtype) -> Tensor:
     """out_ENK = a_NM @ b_KMᵀ over each expert's own M; zero for an expert without rows."""
     a, b = _values(a, dtype), _values(b, dtype)
-    bounds = offsets.tolist()  # one GEMM an expert: torch's grouped one rounds its sums to BF16
+    if a.dtype == torch.bfloat16 and a.is_cuda and a.shape[1]:
+        # torch's grouped GEMM writes BF16 only, so sums are rounded once; and nothing where an expert has no rows
+        empty = (offsets[1:] == offsets[:-1])[:, None, None]
+        return F.grouped_mm(a, b.t(), offs=offsets[1:]).to(out).masked_fill(empty, 0)
+    bounds = offsets.tolist()
     return torch.stack([_product(a[:, s:t], b[:, s:t], out) if t > s else a.new_zeros(len(a), len(b), dtype=out)
                         for s, t in zip(bounds, bounds[1:])])
 
@@ -725,7 +730,8 @@ def _expert_operands(weight: Tensor, recipe: Recipe, dtype: torch.dtype):
     """weight_operands with an expert axis, also where the layer is dense and its weight has none."""
     if weight.dim() == 3:
         return weight_operands(weight, recipe.compute, dtype)
-    return [Fp8(q.data[None], q.scale[None]) if isinstance(q, Fp8) else q[None] for q in weight_operands(weight, recipe.compute, dtype)]
+    both = weight_operands(weight, recipe.compute, dtype)
+    return [Fp8(q.data[None], q.scale[None]) if isinstance(q, Fp8) else q[None] for q in both]
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -850,5 +856,6 @@ def _check_experts(x, ids, weights, w13, w2):
     fits = (x.dim() == 2 and w13.dim() == 3 and ids.shape == weights.shape and ids.dim() == 2 and len(ids) == len(x)
             and w13.shape[2] == width and w13.shape[1] % 2 == 0 and w2.shape == (num_experts, width, w13.shape[1] // 2))
     if not fits:
-        shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in zip(("x", "ids", "weights", "w13", "w2"), (x, ids, weights, w13, w2)))
+        named = {"x": x, "ids": ids, "weights": weights, "w13": w13, "w2": w2}
+        shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in named.items())
         raise ValueError(f"experts takes x [T, H], ids and weights [T, K], w13 [E, 2I, H], w2 [E, H, I]; got {shapes}")
