@@ -254,7 +254,7 @@ def test_every_e8m0_byte():
 
 @pytest.mark.parametrize("name", FROM_FP4)
 def test_exponent_spread(name):
-    """Codes survive exactly up to a spread of 14; then the error is at most 2^-18 of the largest value (METHOD 3)."""
+    """Codes survive exactly up to a spread of 14; then the error is at most 2^-18 of the largest value."""
     data = torch.arange(16, dtype=torch.uint8).mul(17).repeat(1, 2)
     for spread in range(21):
         q = Fp4(data, torch.tensor([[140, 140 - spread]], dtype=torch.uint8))
