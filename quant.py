@@ -469,7 +469,7 @@ def _weight_copies(values: Tensor, compute: str, dtype: torch.dtype):
 
 # -----------------------------------------------------------------------------
 # GEMMs on decoded operands: an E4M3 value times a power of two (from 2^-124 up) is exact in BF16 and in float32, so these
-# give what FP8 tensor cores do, with all sums in float32
+# give what FP8 tensor cores do, with all sums in float32 (written as BF16 where `_grouped_*` run on a GPU)
 
 def _values(q: Tensor | Fp8 | Fp4, dtype: torch.dtype) -> Tensor:
     """q as a GEMM operand: decoded, to BF16 on CUDA; a plain tensor in dtype."""
