@@ -21,10 +21,15 @@ V value), L latent, E experts, K top-k, G expert groups, I expert width, Vo voca
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import json
 import math
 import re
-from dataclasses import dataclass, fields
+import shutil
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -83,13 +88,19 @@ class ModelConfig:
     init_std: float = 0.006      # standard deviation of initial weights
 
     def __post_init__(self):
+        for field in fields(self):
+            value, kinds = getattr(self, field.name), ("float", "int") if field.type == "float" else (field.type,)
+            if type(value).__name__ not in kinds:
+                raise ValueError(f"model configuration: {field.name} is {value!r}, which is no {field.type}")
+            if field.type == "float" and not math.isfinite(value):
+                raise ValueError(f"model configuration: {field.name} is {value}, which is no finite number")
         groups, best = max(self.n_groups, 1), 2 if self.group_score == "top2" else 1
         positive = ("vocab_size", "n_layers", "hidden", "dense_width", "n_heads", "nope_dim", "rope_dim", "v_dim", "kv_lora",
                     "n_experts", "top_k", "expert_width", "n_groups", "top_groups", "max_seq_len", "yarn_origin", "rope_base")
+        not_negative = ("q_lora", "n_shared", "norm_eps", "init_std", "balance_rate", "balance_alpha", "mtp_weight")
         rules = {
             **{f"{name} is positive": getattr(self, name) > 0 for name in positive},
-            "q_lora, n_shared, norm_eps and init_std are not negative":
-                min(self.q_lora, self.n_shared, self.norm_eps, self.init_std) >= 0,
+            **{f"{name} is not negative": getattr(self, name) >= 0 for name in not_negative},
             "n_dense is at most n_layers": 0 <= self.n_dense <= self.n_layers,
             "rope_dim is even": self.rope_dim % 2 == 0,
             "gate is sigmoid or softmax": self.gate in ("sigmoid", "softmax"),
@@ -100,10 +111,6 @@ class ModelConfig:
             "group_score=top2 needs n_experts of at least 2 * n_groups": groups == 1 or self.n_experts // groups >= best,
             "yarn_factor is at least 1": self.yarn_factor >= 1,
         }
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"model configuration: {field.name} is {value}, which is no finite number")
         for rule, holds in rules.items():
             if not holds:
                 named = [f.name for f in fields(self) if re.search(rf"\b{f.name}\b", rule)]
@@ -429,7 +436,10 @@ class Layer(nn.Module):
 
 
 class MTP(nn.Module):
-    """One extra depth of prediction: h' = M [norm(h); norm(emb(next))], a layer, a norm (arXiv 2412.19437, §2.2)."""
+    """One extra depth of prediction: h' = M [norm(h); norm(emb(next))], a layer, a norm (arXiv 2412.19437, §2.2).
+
+    The paper does not say whether h comes before or after the model's final norm. It comes after: published V3 weights
+    are run so by vLLM, SGLang and transformers."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -438,10 +448,10 @@ class MTP(nn.Module):
         self.layer = Layer(config, dense=False)
 
     def forward(self, model: Model, h_TH: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of cross entropies of the token after the next, and the layer's balance losses [B]."""
+        """Residual stream -> sum of cross entropies of the token after the next, and the layer's balance losses [B]."""
         run = model.new_pass(len(targets_BS), targets_BS.shape[1] - 1)
         normed = lambda x, weight: quant.rms_norm(x, weight, self.layer.eps, RECIPES["bf16"]).x
-        h = h_TH.unflatten(0, targets_BS.shape)[:, :-1].flatten(0, 1)
+        h = normed(h_TH.unflatten(0, targets_BS.shape)[:, :-1].flatten(0, 1), model.norm)
         after = model.embed_tokens(targets_BS[:, :-1].clamp(min=0))
         x = quant.linear(torch.cat([normed(h, self.h_norm), normed(after, self.next_norm)], -1), self.proj, run.recipe)
         x, balance = self.layer(x, run)
@@ -576,6 +586,296 @@ def compile_elementwise():
     compiled = lambda f: torch.compile(f, dynamic=True)  # token counts change from batch to batch
     rotate = compiled(rotate)
     quant.swiglu, quant.swiglu_gradients = compiled(quant.swiglu), compiled(quant.swiglu_gradients)
+
+
+# -----------------------------------------------------------------------------
+# Hugging Face in and out: checkpoints of DeepSeek-V2, V2-Lite and V3; one table serves both directions
+
+_HF_NAMES = {  # hf_tensors takes gate and up from one another, and experts
+    "embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight",
+    "attn_norm": "input_layernorm.weight", "ffn_norm": "post_attention_layernorm.weight",
+    "attn.wq_a": "self_attn.q_a_proj.weight", "attn.q_norm": "self_attn.q_a_layernorm.weight",
+    "attn.wq_b": "self_attn.q_b_proj.weight", "attn.wq_b without wq_a": "self_attn.q_proj.weight",
+    "attn.wkv_a": "self_attn.kv_a_proj_with_mqa.weight", "attn.kv_norm": "self_attn.kv_a_layernorm.weight",
+    "attn.wkv_b": "self_attn.kv_b_proj.weight", "attn.wo": "self_attn.o_proj.weight",
+    "ffn.w13": "mlp.gate_up_proj.weight", "ffn.w2": "mlp.down_proj.weight",
+    "ffn.shared.w13": "mlp.shared_experts.gate_up_proj.weight", "ffn.shared.w2": "mlp.shared_experts.down_proj.weight",
+    "ffn.router.weight": "mlp.gate.weight", "ffn.router.bias": "mlp.gate.e_score_correction_bias",
+    "h_norm": "hnorm.weight", "next_norm": "enorm.weight", "proj": "eh_proj.weight",
+    "out_norm": "shared_head.norm.weight"}
+_HF_COPIES = {"embed_tokens.weight": "embed", "shared_head.head.weight": "head"}  # lie beside MTP's own tensors as well
+_HF_FIELDS = dict(
+    vocab_size="vocab_size", n_layers="num_hidden_layers", n_dense="first_k_dense_replace", hidden="hidden_size",
+    dense_width="intermediate_size", n_heads="num_attention_heads", nope_dim="qk_nope_head_dim",
+    rope_dim="qk_rope_head_dim", v_dim="v_head_dim", q_lora="q_lora_rank", kv_lora="kv_lora_rank",
+    n_experts="n_routed_experts", n_shared="n_shared_experts", top_k="num_experts_per_tok",
+    expert_width="moe_intermediate_size", n_groups="n_group", top_groups="topk_group",
+    route_scale="routed_scaling_factor", max_seq_len="max_position_embeddings", init_std="initializer_range")
+_HF_YARN = dict(yarn_factor="factor", yarn_origin="original_max_position_embeddings", yarn_beta_fast="beta_fast",
+                yarn_beta_slow="beta_slow", yarn_mscale="mscale_all_dim")
+_HF_FIXED = dict(  # as it is here without a word; the latents' norms have this eps whatever a config says
+    hidden_act="silu", attention_bias=False, mlp_bias=False, attention_dropout=0.0, tie_word_embeddings=False,
+    moe_layer_freq=1, ep_size=1, rope_interleave=True, rms_norm_eps=1e-6)
+_HF_GATES = {
+    "softmax": dict(model_type="deepseek_v2", scoring_func="softmax", norm_topk_prob=False),
+    "sigmoid": dict(model_type="deepseek_v3", scoring_func="sigmoid", norm_topk_prob=True, topk_method="noaux_tc")}
+_HF_DTYPES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # and bytes an element
+
+
+def hf_tensors(model: Model, fused: bool = False) -> dict[str, Tensor]:
+    """Views of the model's tensors under a checkpoint's names: what loading fills and saving writes.
+
+    fused: a layer's experts in one tensor, as transformers 5 writes them with save_original_format=False."""
+    views = {}
+    for ours, t in model.state_dict().items():
+        ours = re.sub(r"^mtp\.(layer\.)?", f"layers.{model.config.n_layers}.", ours)
+        layer, part = re.fullmatch(r"(layers\.\d+\.)?(.+)", ours).groups("")
+        part += " without wq_a" if part == "attn.wq_b" and not model.config.q_lora else ""
+        name = (layer and f"model.{layer}") + _HF_NAMES[part]
+        if t.dim() == 3 and fused:
+            views[name.replace("mlp.", "mlp.experts.").removesuffix(".weight")] = t
+            continue
+        weights = {name.replace("mlp.", f"mlp.experts.{e}."): w for e, w in enumerate(t)} if t.dim() == 3 else {name: t}
+        for name, weight in weights.items():
+            names = [name.replace("gate_up", half) for half in ("gate", "up")] if "gate_up" in name else [name]
+            views |= zip(names, weight.chunk(len(names)))
+    return views
+
+
+def _turned(name: str, t: Tensor) -> Tensor:
+    """From one side to the other: MTP's projection reads [norm(emb); norm(h)] there, [norm(h); norm(emb)] here."""
+    return t.roll(t.shape[1] // 2, 1) if name.endswith("eh_proj.weight") else t
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist: {path.parent} is no Hugging Face checkpoint") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return content
+
+
+def config_from_hf(folder) -> ModelConfig:
+    """The model that config.json describes. `mtp` is off: a config may announce it without its tensors being there.
+
+    ValueError, in one line, for what is no config.json, or asks for what this model does not compute."""
+    path = Path(folder) / "config.json"
+    hf = _read_json(path)
+    try:
+        return _parse_hf(hf)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _parse_hf(hf: dict) -> ModelConfig:
+    def demand(have: dict, **wanted):
+        for key, value in wanted.items():
+            if have.get(key, value) != value:
+                raise ValueError(f"{key}={have[key]!r} is not what this model computes; it takes {value!r}")
+
+    for key in ("rope_scaling", "rope_parameters", "quantization_config"):
+        if not isinstance(hf.get(key) or {}, dict):
+            raise ValueError(f"{key}={hf[key]!r} is no JSON object")
+    gate = {fixed["model_type"]: gate for gate, fixed in _HF_GATES.items()}.get(str(hf.get("model_type")))
+    if gate is None:
+        raise ValueError(f"model_type={hf.get('model_type')!r} is neither deepseek_v2 nor deepseek_v3")
+    if gate == "softmax" and hf.get("topk_method", "greedy") == "greedy":
+        hf = hf | dict(n_group=1, topk_group=1)
+    elif gate == "softmax":
+        demand(hf, topk_method="group_limited_greedy")
+    may_be_null = "q_lora_rank", "n_shared_experts"
+    for key in _HF_FIELDS.values():
+        if key not in hf or hf[key] is None and key not in may_be_null:
+            raise ValueError(f"{key} is missing")
+    values = {ours: hf[theirs] or 0 if theirs in may_be_null else hf[theirs] for ours, theirs in _HF_FIELDS.items()}
+    demand(hf, **_HF_FIXED, **_HF_GATES[gate], num_key_value_heads=hf["num_attention_heads"])
+    if hf.get("num_nextn_predict_layers"):
+        demand(hf, num_nextn_predict_layers=1)
+    demand(hf.get("quantization_config") or {}, quant_method="fp8", fmt="e4m3", weight_block_size=[quant.TILE] * 2)
+
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}  # before and since transformers 5
+    rope = {key: value for key, value in rope.items() if value is not None}
+    values |= dict(gate=gate, group_score="max" if gate == "softmax" else "top2",
+                   rope_base=rope.get("rope_theta", hf.get("rope_theta", 1e4)))
+    demand(rope, partial_rotary_factor=1.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        demand(dict(rope_type=kind), rope_type="yarn")
+        demand(rope, attention_factor=1.0, truncate=True)
+        if not rope.get("mscale") or rope["mscale"] != rope.get("mscale_all_dim"):  # would scale only what is rotated
+            raise ValueError(f"mscale={rope.get('mscale')!r} with mscale_all_dim={rope.get('mscale_all_dim')!r} is not"
+                             " what this model computes; it takes equal ones")
+        values |= {ours: rope.get(theirs) for ours, theirs in _HF_YARN.items()}
+        values |= dict(yarn_beta_fast=rope.get("beta_fast", 32), yarn_beta_slow=rope.get("beta_slow", 1))
+        demand(hf, original_max_position_embeddings=values["yarn_origin"])
+    return ModelConfig(**values)
+
+
+def _hf_config(c: ModelConfig) -> dict:
+    """config.json, but for dtype and token ids. ValueError where that has no word for what c computes."""
+    hf = _HF_FIXED | _HF_GATES[c.gate] | {theirs: getattr(c, ours) for ours, theirs in _HF_FIELDS.items()}
+    hf |= dict(architectures=[f"Deepseek{hf['model_type'][-2:].upper()}ForCausalLM"], q_lora_rank=c.q_lora or None,
+               num_key_value_heads=c.n_heads, num_nextn_predict_layers=int(c.mtp), rope_theta=c.rope_base)
+    if c.gate == "softmax":
+        hf["topk_method"] = "greedy" if c.n_groups == 1 else "group_limited_greedy"
+    if c.yarn_factor > 1:  # the older spelling, which newer readers take as well
+        yarn = {theirs: getattr(c, ours) for ours, theirs in _HF_YARN.items()}
+        hf["rope_scaling"] = dict(type="yarn", mscale=c.yarn_mscale, **yarn)
+    lost = "n_shared" if not c.n_shared else "mtp" if c.mtp and c.gate == "softmax" else _difference(c, _parse_hf(hf))
+    if lost:
+        raise ValueError(f"transformers' {hf['model_type']} does not compute {lost}={getattr(c, lost)}")
+    return hf
+
+
+def _difference(a: ModelConfig, b: ModelConfig, free: tuple = ()) -> str | None:
+    """The first field in which they compute differently, but for those in `free`."""
+    moot = {"balance_rate", "balance_alpha", "mtp", "mtp_weight", *free}
+    moot |= {"group_score"} if a.n_groups == b.n_groups == 1 else set()
+    moot |= set(_HF_YARN) if a.yarn_factor == b.yarn_factor == 1 else set()
+    return next((f.name for f in fields(a) if f.name not in moot and getattr(a, f.name) != getattr(b, f.name)), None)
+
+
+def _safetensors():
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ImportError("a Hugging Face checkpoint needs safetensors: pip install '.[hf]'") from None
+    return safetensors
+
+
+@contextlib.contextmanager
+def _opened(file: Path):
+    """A safetensors file, mapped into memory. ValueError where it is missing or damaged."""
+    safetensors = _safetensors()
+    try:
+        with safetensors.safe_open(file, "pt") as opened:
+            yield opened
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing: the checkpoint is incomplete") from None
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+
+
+def _hf_index(folder: Path) -> dict[str, Path]:
+    """The file of each tensor of a checkpoint."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.exists():
+        with _opened(single) as f:
+            return dict.fromkeys(f.keys(), single)
+    files = _read_json(index).get("weight_map")
+    if not isinstance(files, dict) or any(not isinstance(file, str) or "/" in file for file in files.values()):
+        raise ValueError(f"{index} is damaged: its weight_map does not name a file beside it for each tensor")
+    return {name: folder / file for name, file in files.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def load_hf(folder) -> Model:
+    """The model of a Hugging Face checkpoint, float32, on the CPU; with MTP where its tensors are there.
+
+    ValueError or OSError, in one line, for what is damaged, incomplete or foreign; ImportError without safetensors."""
+    config = config_from_hf(folder)
+    mtp = f"model.layers.{config.n_layers}.eh_proj.weight" in _hf_index(Path(folder))
+    with torch.device("meta"):  # spares the random weights
+        model = Model(replace(config, mtp=mtp))
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.zero_()
+    fill_from_hf(model, folder)
+    return model
+
+
+@torch.no_grad()
+def fill_from_hf(model: Model, folder):
+    """Copy a checkpoint's tensors into the model, wherever that is, one by one; MTP's if the model has it.
+
+    Errors as `load_hf`'s, and ValueError if sizes or routes differ. Some tensors may have been copied by then."""
+    folder, mtp = Path(folder), f"model.layers.{model.config.n_layers}."
+    theirs, index = config_from_hf(folder), _hf_index(folder)
+    if field := _difference(model.config, theirs, ("max_seq_len", "rope_base", *_HF_YARN, "norm_eps", "init_std")):
+        ours = getattr(model.config, field)
+        raise ValueError(f"{folder} has {field}={getattr(theirs, field)}, this model has {field}={ours}")
+    if model.mtp is None and mtp + "eh_proj.weight" in index:
+        index = {name: file for name, file in index.items() if not name.startswith(mtp)}
+    slots = hf_tensors(model, any(name.endswith("mlp.experts.gate_up_proj") for name in index))
+    known = {*slots, *(mtp + name for name in _HF_COPIES if model.mtp is not None)}
+    unknown = {name for name in index if name.removesuffix("_scale_inv") not in known}
+    for what, names in ("lacks", slots.keys() - index), ("has unexpected", unknown):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"{folder} {what} tensors: {min(names)}{more}")
+    for file, names in itertools.groupby(sorted(slots, key=index.get), index.get):
+        with _opened(file) as opened:
+            for name in names:
+                slots[name].copy_(_turned(name, _read_hf(name, slots[name].shape, opened, index)))
+    quant.new_epoch()
+
+
+def _read_hf(name: str, shape: torch.Size, opened, index: dict[str, Path]) -> Tensor:
+    """One tensor as it lies there, or for FP8 the numbers it stands for: its scale may be in another file."""
+    t, where, scale_file = opened.get_tensor(name), f"{index[name]}: {name}", index.get(f"{name}_scale_inv")
+    if t.shape != shape:
+        raise ValueError(f"{where} has the shape {list(t.shape)}; by config.json it is {list(shape)}")
+    if t.dtype in _HF_DTYPES and scale_file is None:
+        return t
+    if t.dtype != torch.float8_e4m3fn or t.dim() != 2 or scale_file is None:
+        raise ValueError(f"{where} is {t.dtype} {'without' if scale_file is None else 'with'} a scale; weights are"
+                         " float32, bfloat16, float16, or float8_e4m3fn with weight_scale_inv")
+    with contextlib.nullcontext(opened) if scale_file == index[name] else _opened(scale_file) as f:
+        scale = f.get_tensor(f"{name}_scale_inv")
+    blocks = [-(-n // quant.TILE) for n in shape]
+    if scale.dtype != torch.float32 or list(scale.shape) != blocks or not scale.isfinite().all():
+        raise ValueError(f"{where}_scale_inv: it takes {blocks} finite float32; got {list(scale.shape)} {scale.dtype}")
+    return quant.dequantize(quant.Fp8(t, scale))
+
+
+@torch.no_grad()
+def save_hf(model: Model, folder, dtype: torch.dtype = torch.bfloat16, eos: int | None = None,
+            shard_bytes: int = 5 * 10**9):
+    """Write a checkpoint for transformers: weights in dtype, but the router's in float32; eos: the id that ends a text.
+
+    It is written as <folder>.tmp and renamed; no more than shard_bytes are held beside the model. ValueError for a
+    folder that is not empty, another dtype, a model that transformers does not compute; OSError: cannot be written."""
+    folder, safetensors = Path(folder).resolve(), _safetensors()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is no empty folder: name another")
+    if dtype not in _HF_DTYPES:
+        raise ValueError(f"weights are written as float32, bfloat16 or float16, not as {dtype}")
+    dtype_name = str(dtype).removeprefix("torch.")
+    hf = _hf_config(model.config) | dict(torch_dtype=dtype_name, bos_token_id=None, eos_token_id=eos, pad_token_id=None)
+    tensors = hf_tensors(model)
+    if model.mtp is not None:
+        layer = f"model.layers.{model.config.n_layers}."
+        tensors |= {layer + name: getattr(model, ours) for name, ours in _HF_COPIES.items()}
+    written = lambda name: torch.float32 if ".mlp.gate." in name else dtype
+    shards, room = [], 0
+    for name, t in tensors.items():
+        room -= (size := t.numel() * _HF_DTYPES[written(name)])
+        if room < 0:
+            shards, room = [*shards, []], shard_bytes - size
+        shards[-1].append(name)
+    aside, files = folder.with_name(f"{folder.name}.tmp"), {}
+    try:
+        shutil.rmtree(aside, ignore_errors=True)  # a killed run's
+        aside.mkdir(parents=True)
+        for i, names in enumerate(shards, 1):
+            file = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+            files |= dict.fromkeys(names, file)
+            safetensors.torch.save_file({name: _turned(name, tensors[name]).to("cpu", written(name), copy=True)
+                                         for name in names}, aside / file, {"format": "pt"})
+        if len(shards) > 1:
+            index = {"metadata": {}, "weight_map": files}
+            (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        (aside / "config.json").write_text(json.dumps(hf, indent=1))
+        if folder.exists():
+            folder.rmdir()
+        aside.rename(folder)
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{folder} could not be written: {error}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 # -----------------------------------------------------------------------------

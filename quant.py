@@ -602,6 +602,7 @@ def linear(x: Tensor | Activation, weight: Tensor, recipe: Recipe = RECIPES["bf1
     An Activation [T, K] brings its own recipe and shares its quantised copies with others that read it.
     ValueError if K differs, or is not a multiple of 32 where x is kept in FP4."""
     values = x.x if isinstance(x, Activation) else x
+    _check_call("linear", values, recipe)
     if weight.dim() != 2 or values.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear: x {list(values.shape)} does not fit weight {list(weight.shape)} ([N, K])")
     if not isinstance(x, Activation):
@@ -840,6 +841,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, re
     recompute: h is not kept but rebuilt, in full, by one FC1 GEMM from the bits that forward read, which are then what is kept
     of x, also where `save` is narrower. ValueError for shapes that do not fit.
     """
+    _check_call("experts", x, recipe)
     _check_experts(x, ids, weights, w13, w2)
     if payload is None and recipe.dispatch != "bf16":
         payload = quantize(x, Recipe(), wire=recipe.dispatch).format(recipe.dispatch)
@@ -849,6 +851,13 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, re
         activation = quantize(x, recipe)
         read, kept = activation.read, x if recipe.save == "bf16" else activation.kept
     return _SwiGLU.apply(x, weights, w13, w2, ids, recipe, read, read if recompute else kept, recompute)
+
+
+def _check_call(name: str, x: Tensor, recipe: Recipe):
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"{name} takes a quant.Recipe, such as quant.RECIPES['mxfp4']; got {recipe!r}")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} takes floating-point values; got {x.dtype}")
 
 
 def _check_experts(x, ids, weights, w13, w2):

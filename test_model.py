@@ -710,10 +710,12 @@ def test_recompute_with_the_recipe_as_it_is(name, scopes):
 # multi-token prediction
 
 def plain_mtp_loss(net, ids, targets):
-    """Sequence by sequence, from the equations of arXiv 2412.19437, §2.2; the extra layer itself is the model's."""
+    """Sequence by sequence, from the equations of arXiv 2412.19437, §2.2; the extra layer itself is the model's.
+
+    h is what the head reads, after the final norm: test_hf.py compares with transformers' MTP."""
     total = 0
     for row, after in zip(ids, targets):
-        h, _ = net.trunk(row[None])
+        h = norm(net.trunk(row[None])[0], net.norm)
         following = net.embed[after[:-1].clamp(min=0)]
         pairs = torch.cat([norm(h[:-1], net.mtp.h_norm), norm(following, net.mtp.next_norm)], -1)
         x, _ = net.mtp.layer(pairs @ net.mtp.proj.T, one_pass(1, len(row) - 1))
@@ -727,6 +729,8 @@ def plain_mtp_loss(net, ids, targets):
 @pytest.mark.parametrize("masked", [False, True], ids=["all known", "some unknown"])
 def test_mtp_loss_against_a_plain_implementation(masked):
     net, (ids, targets) = build(replace(SMALL, mtp=True)).double(), inputs_and_targets()
+    for p in net.parameters():  # a norm of a norm is the same again where weights are 1
+        torch.nn.init.normal_(p, float(p.dim() == 1), 0.1)
     if masked:
         targets[0, 5] = targets[1, 0] = targets[1, 15] = -100
     ours, _ = net.mtp(net, net.trunk(ids)[0], targets)
@@ -813,7 +817,9 @@ def test_compiled_elementwise_chains(device, monkeypatch):
     dict(gate="tanh"), dict(group_score="sum"), dict(n_dense=3), dict(n_dense=-1), dict(top_k=9), dict(top_k=0),
     dict(n_groups=3), dict(n_groups=0), dict(n_groups=4, top_groups=1, top_k=3), dict(top_groups=2), dict(rope_dim=3),
     dict(hidden=0), dict(n_shared=-1), dict(q_lora=-1), dict(yarn_factor=0.5), dict(yarn_factor=math.nan),
-    dict(yarn_factor=4.0, yarn_origin=0), dict(init_std=math.inf), dict(top_groups=8, n_groups=8)], ids=str)
+    dict(yarn_factor=4.0, yarn_origin=0), dict(init_std=math.inf), dict(top_groups=8, n_groups=8), dict(hidden=128.5),
+    dict(n_layers=True), dict(hidden="128"), dict(mtp=1), dict(rope_base=None), dict(gate=1), dict(norm_eps=True),
+    dict(mtp_weight=-0.1), dict(balance_alpha=-1e-4), dict(balance_rate=-0.001)], ids=str)
 def test_bad_configurations(change):
     """One short line that names the field and its value."""
     with pytest.raises(ValueError) as error:
