@@ -3,6 +3,7 @@
     python train.py                                  the defaults: a small model, the Python sources, mxfp4
     torchrun --nproc_per_node=2 train.py --seed=1    data parallel; every field of Config is a flag, --help lists them
     python train.py --resume=auto                    goes on from the newest complete checkpoint of out_dir
+    python train.py export out hf_folder             writes out's weights as a Hugging Face DeepSeek checkpoint
 
 What a step computes
 --------------------
@@ -44,7 +45,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import typing
 import warnings
@@ -65,10 +65,12 @@ import model
 from model import PRESETS, Model
 from quant import RECIPES, new_epoch
 
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said at each checkpoint of one process
+
 
 @dataclass
 class Config:
-    preset: str = "tiny"  # tiny | small | v2-lite | v2 | v3; --model.FIELD=value changes any field of the model
+    preset: str = ""  # tiny | small | v2-lite | v2 | v3, --model.FIELD changes it; default the checkpoint's, else tiny
     dtype: str = ""  # activations: bf16 | fp32; default bf16 on a GPU that has it, else fp32
     precision: str = "mxfp4"  # bf16 | fp8 | mxfp4: the recipe, whose parts the next four change; default as it says
     compute: str = ""  # GEMMs of experts and dense linears: bf16 | fp8
@@ -76,8 +78,8 @@ class Config:
     save_h: str = ""  # FC1's output kept for backward: bf16 | fp8 | fp4
     wire: str = ""  # dispatch: bf16 | fp8 | fp4; fp8-fp8 | fp4-fp8 send the combine in FP8 too
     recompute: str = "none"  # what backward computes again: none, or a comma list of norm, mla_up, attn, mlp, moe
-    data: str = "python"  # python (the standard library's sources), a folder, a glob, or a file of text
-    tokenizer: str = "bytes"  # bytes, a tiktoken name, or the path of a .tiktoken rank file
+    data: str = "python"  # python (its own sources); folder, glob or file of text; token shards; hf:NAME:CONFIG:SPLIT
+    tokenizer: str = ""  # bytes, a tiktoken name, a .tiktoken file, hf:DIR; default the checkpoint's, else bytes
     seq_len: int = 128  # tokens of a sequence
     batch_size: int = 12  # sequences of a micro-batch on one rank
     grad_accum: int = 1  # micro-batches of a step on one rank
@@ -95,7 +97,7 @@ class Config:
     log_every: int = 1  # steps between rows of log.jsonl; evaluations and skipped steps always have one
     out_dir: str = "out"  # receives log.jsonl, config.json, ckpt/
     resume: str = ""  # auto (newest checkpoint in out_dir, if any) or a checkpoint folder
-    init_from: str = ""  # checkpoint folder whose weights begin a new run
+    init_from: str = ""  # weights that begin a new run: a checkpoint folder, or hf:DIR, DeepSeek's of Hugging Face
     seed: int = 0  # of weights, data order and random draws
     device: str = ""  # cpu | cuda | cuda:N; default cuda where there is one
     deterministic: bool = False  # bit-identical runs on a GPU too, slower
@@ -103,7 +105,7 @@ class Config:
     model: dict = field(default_factory=dict)  # what --model.FIELD=value collects
 
 
-CHOICES = {"dtype": ("", "bf16", "fp32"), "schedule": ("cosine", "wsd"), "preset": PRESETS, "precision": RECIPES}
+CHOICES = {"dtype": ("", "bf16", "fp32"), "schedule": ("cosine", "wsd"), "preset": ("", *PRESETS), "precision": RECIPES}
 AT_LEAST = {"seq_len": 1, "batch_size": 1, "grad_accum": 1, "steps": 1, "lr": 0, "warmup": 0, "weight_decay": 0,
             "grad_clip": 0, "max_bad_steps": 1, "eval_every": 0, "eval_steps": 1, "save_every": 0, "log_every": 1}
 # what a run that goes on from a checkpoint may change in its model: nothing that shapes a tensor or decides a route
@@ -133,11 +135,12 @@ def flag_table():
                 yield prefix + f.name, kinds[f.name], getattr(defaults, f.name), comments[f.name]
 
 
+def fail(message):
+    raise ValueError(message)
+
+
 def parse_flags(words):
     """Config from --field=value, --field value, or --field for a bool. ValueError names the fault; --help exits."""
-    def fail(message):
-        raise ValueError(message)
-
     about, layout = __doc__.partition("\n\nWhat a step")[0], argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(usage="train.py [--FIELD=VALUE ...]", description=about, formatter_class=layout,
                                      allow_abbrev=False)
@@ -149,8 +152,8 @@ def parse_flags(words):
                             help=f"{comment} [{default}]".replace("%", "%%"))
     known, unknown = parser.parse_known_args(words)
     if unknown:
-        nearest = difflib.get_close_matches(unknown[0].partition("=")[0], [row[0] for row in table], n=1, cutoff=0)[0]
-        raise ValueError(f"There is no flag {unknown[0]}: the nearest is {nearest}; --help lists all.")
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], [row[0] for row in table], n=1) or ["--help"]
+        fail(f"There is no flag {unknown[0]}: try {near[0]}; --help lists all.")
     known = vars(known)
     changes = {name[6:]: known.pop(name) for name in list(known) if name.startswith("model.")}
     return Config(model=changes, **known)
@@ -172,6 +175,14 @@ def say(line):
         tqdm.write(line)
 
 
+def of_ranks(value):
+    """Every rank's value, in a list."""
+    values = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def total(tensor):
     """The sum of a tensor over the ranks, in place."""
     if world_size() > 1:
@@ -186,35 +197,27 @@ def give_up(error):
     sys.exit(2)
 
 
-def together(make, *args, in_turn=False):
-    """make(*args) on every rank. Where it fails on one, all give up, so that none is left waiting in a collective.
-
-    in_turn: rank 0 first, so that the others find in the cache what it downloaded.
-    """
+def together(make, *args, here=True, **options):
+    """make(*args) where `here` is true, else None. Where it fails on one rank, all give up and none is left waiting."""
     if world_size() == 1:
-        return make(*args)
-    result, errors = None, [None] * world_size()
-    for mine in (rank() == 0, rank() != 0) if in_turn else (True,):
-        error = None
-        try:
-            result = make(*args) if mine else result
-        except (ValueError, OSError, ImportError) as caught:
-            error = caught
-        dist.all_gather_object(errors, error and str(error))
-        for failed in (r for r, message in enumerate(errors) if message is not None):
-            give_up(ValueError(f"{errors[failed]} (on rank {failed})"))
+        return make(*args, **options) if here else None
+    result = error = None
+    try:
+        result = make(*args, **options) if here else None
+    except (ValueError, OSError, ImportError) as caught:
+        error = f"{caught} (on rank {rank()})"
+    if total(torch.tensor(int(error is not None))):
+        give_up(ValueError(next(filter(None, of_ranks(error)))))
     return result
 
 
 def check_ranks_agree(facts):
     """Ends the run where ranks were started differently or find other files: they would train apart, or hang."""
-    if world_size() > 1:
-        of_ranks = [None] * world_size()
-        dist.all_gather_object(of_ranks, facts)
-        for name in facts:
-            values = [of_rank[name] for of_rank in of_ranks]
-            if any(value != values[0] for value in values):
-                give_up(ValueError(f"The ranks do not agree on {name}: they have {', '.join(map(str, values))}."))
+    everyone = of_ranks(facts)
+    for name in facts:
+        values = [one[name] for one in everyone]
+        if any(value != values[0] for value in values):
+            give_up(ValueError(f"The ranks do not agree on {name}: they have {', '.join(map(str, values))}."))
 
 
 # ---- checks: whatever can be known before data is opened ----
@@ -222,7 +225,9 @@ def check_ranks_agree(facts):
 
 def check(config):
     """(device, dtype, recipe, recompute, model_config, resume). ValueError or OSError: one line on what to do."""
-    check_types(config, "--")
+    check_types(config)
+    if not config.out_dir:
+        raise ValueError("--out_dir is empty: name the folder for logs and checkpoints.")
     for name, choices in CHOICES.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"--{name}={getattr(config, name)}: choose one of {', '.join(filter(None, choices))}.")
@@ -235,8 +240,8 @@ def check(config):
     parts = {name: getattr(config, name) for name in ("compute", "save", "save_h", "wire") if getattr(config, name)}
     recipe = dataclasses.replace(RECIPES[config.precision], **parts)
     device, dtype = check_device(config, recipe)
-    model_config = dataclasses.replace(PRESETS[config.preset], **config.model)
-    check_types(model_config, "--model.")
+    resume = find_resume(config)
+    model_config = choose_model(config, resume)
     model.check_recipe(model_config, recipe)
     if not 0 <= config.seed < 2**32:
         raise ValueError(f"--seed={config.seed}: choose one from 0 to 2**32 - 1.")
@@ -244,20 +249,17 @@ def check(config):
         raise ValueError(f"--min_lr={config.min_lr} is more than --lr={config.lr}.")
     if config.seq_len > model_config.max_seq_len:
         raise ValueError(f"--seq_len={config.seq_len} is more than --model.max_seq_len={model_config.max_seq_len}.")
-    resume = check_out_dir(config)
     if resume and read_notes(resume)["step"] > config.steps:
         raise ValueError(f"{resume} is beyond --steps={config.steps}: nothing is left to do.")
-    if source := resume or config.init_from and find_checkpoint(config.init_from):
-        check_same_model(source, model_config)
     return device, dtype, recipe, recompute, model_config, resume
 
 
-def check_types(config, prefix):
+def check_types(config):
     for name, kind in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
         fits = type(value) is kind or kind is float and type(value) is int
         if not fits or kind is float and not math.isfinite(value):
-            raise ValueError(f"{prefix}{name} takes a value of type {kind.__name__}, a finite one, not {value!r}.")
+            raise ValueError(f"--{name} takes a value of type {kind.__name__}, a finite one, not {value!r}.")
 
 
 def check_device(config, recipe):
@@ -296,8 +298,8 @@ def check_card(name, capability, recipe, dtype=""):
         raise ValueError(f"{has_no} BF16, which needs 8.0 (Ampere) or newer: use --dtype=fp32.")
 
 
-def check_out_dir(config):
-    """Makes out_dir; returns the checkpoint to go on from, or None. ValueError rather than two runs in one folder."""
+def find_resume(config):
+    """The checkpoint to go on from, or None. ValueError rather than two runs in one folder."""
     out_dir, ckpt = Path(config.out_dir), Path(config.out_dir, "ckpt")
     newest = (complete_checkpoints(ckpt) or [None])[-1]
     resume = newest if config.resume == "auto" else find_checkpoint(config.resume) if config.resume else None
@@ -307,17 +309,61 @@ def check_out_dir(config):
             raise ValueError(f"{out_dir} holds a run: go on with it by --resume=auto, or choose another --out_dir.")
         if int(newest.name) > int(resume.name):
             raise ValueError(f"{out_dir} has the later {newest.name}: branch off {resume} in another --out_dir.")
-    ckpt.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=ckpt).close()  # raises where nothing can be written
     return resume
 
 
-def check_same_model(checkpoint, model_config):
-    saved = asdict(model.ModelConfig()) | read_notes(checkpoint)["model"]  # it may be older than a field
-    for name, now in asdict(model_config).items():
-        if saved[name] != now and name not in MAY_CHANGE:
-            raise ValueError(f"{checkpoint} has --model.{name}={saved[name]}, this run has --model.{name}={now}:"
-                             f" pass the checkpoint's --preset and --model flags, or begin a new run.")
+def choose_model(config, resume):
+    """The ModelConfig of --preset and --model.*, or, where a run begins with a checkpoint, that one's with --model.*.
+
+    ValueError: flags contradict the checkpoint in what shapes a tensor or decides a route.
+    """
+    if unknown := set(config.model) - {f.name for f in fields(model.ModelConfig)}:
+        raise ValueError(f"There is no --model.{min(unknown)}: --help lists the model's fields.")
+    source, free = resume or config.init_from, MAY_CHANGE
+    if not source:
+        return dataclasses.replace(PRESETS[config.preset or "tiny"], **config.model)
+    if folder := hf_folder(source):
+        brought, free = model.config_from_hf(folder), MAY_CHANGE | {"mtp"}  # its tensors may be there or not
+    else:
+        source = find_checkpoint(source)
+        brought = read_notes(source)["model"]
+    asked = dataclasses.replace(PRESETS[config.preset] if config.preset else brought, **config.model)
+    for name, now in asdict(asked).items():
+        if getattr(brought, name) != now and name not in free:
+            raise ValueError(f"{source} has --model.{name}={getattr(brought, name)}, this run has --model.{name}={now}:"
+                             f" leave out --preset and this flag, or begin a new run.")
+    return dataclasses.replace(brought, **config.model)
+
+
+def hf_folder(name):
+    """DIR of hf:DIR, else nothing."""
+    return os.path.expanduser(str(name)[3:]) if str(name).startswith("hf:") else ""
+
+
+def hold(out_dir, model_config):
+    """Makes out_dir and keeps it for this run: the open file returned holds a lock, freed however the run ends.
+
+    OSError: nothing can be written there. ValueError: not one checkpoint fits, or another run is writing there.
+    """
+    ckpt = Path(out_dir, "ckpt")
+    with writing(out_dir):
+        ckpt.mkdir(parents=True, exist_ok=True)
+        lock = open(ckpt / "lock", "w")
+    try:
+        import fcntl
+
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"A run is writing to {out_dir}: wait for its end, or choose another --out_dir.") from None
+    except (ImportError, OSError):  # no such locks on this system, or on this file system
+        pass
+    for left_by_a_kill in ckpt.glob("*.tmp"):
+        shutil.rmtree(left_by_a_kill, ignore_errors=True)
+    needed, free = 12 * model.parameter_count(model_config)["total"], shutil.disk_usage(ckpt).free
+    if free < needed:  # float32 weights and two moments
+        raise ValueError(f"{ckpt} has {free / 1e9:.3f} GB free, a checkpoint takes {needed / 1e9:.3f} GB: make room, or"
+                         f" choose another --out_dir.")
+    return lock
 
 
 # ---- checkpoints ----
@@ -330,25 +376,55 @@ def complete_checkpoints(folder):
 
 
 def find_checkpoint(path):
-    """The checkpoint meant by its own folder, or by its run's out_dir. FileNotFoundError: there is none."""
+    """The checkpoint meant by its own folder, or by its run's out_dir. FileNotFoundError: none; ValueError: damaged."""
     path = Path(path)
     found = [p for p in complete_checkpoints(path.parent) if p == path] or complete_checkpoints(path / "ckpt")
     if not found:
-        raise FileNotFoundError(f"{path} is no complete checkpoint: give <out_dir>/ckpt/<step>, or an <out_dir>.")
+        raise FileNotFoundError(f"{path} is no complete checkpoint: give <out_dir>/ckpt/<step>, or an <out_dir>"
+                                f" (--init_from=hf:{path} if it is one of Hugging Face).")
+    try:
+        for part in dcp.FileSystemReader(found[-1]).read_metadata().storage_data.values():
+            if (found[-1] / part.relative_path).stat().st_size < part.offset + part.length:
+                raise ValueError(f"{part.relative_path} is cut off")
+    except Exception as error:  # a damaged pickle raises anything
+        raise damaged(found[-1], error) from None
     return found[-1]
 
 
-def read_notes(checkpoint):
-    """A checkpoint's train.json. ValueError: it is damaged."""
-    path = checkpoint / "train.json"
+def damaged(path, error):
+    return ValueError(f"{path} is damaged ({in_short(error)}): name another checkpoint, or remove this one, then"
+                      f" --resume=auto takes the one before it.")
+
+
+def in_short(error):
+    """A few words of an error; of DCP's, whose text is a page, the words of what first failed."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    if isinstance(error.__context__, OSError):  # what became an internal error of torch's writer
+        error = error.__context__
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".split("\n")[0][:200]
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Where what it encloses cannot be written, one OSError that says what to do."""
     try:
-        notes = json.loads(path.read_text())
-        missing = {"model", "config", "data", "step", "skipped", "bad_in_a_row"} - set(notes)
+        yield
+    except (OSError, CheckpointException) as error:
+        raise OSError(f"Cannot write {path} ({in_short(error)}): make room, or choose another --out_dir; what was saved"
+                      f" before is whole, and --resume=auto goes on from it.") from None
+
+
+def read_notes(checkpoint):
+    """A checkpoint's train.json, "model" in it as a ModelConfig: it may be older than a field. ValueError: damaged."""
+    try:
+        notes = json.loads((checkpoint / "train.json").read_text())
+        needed = {"model", "config", "tokenizer", "end_of_text", "data", "step", "skipped", "bad_in_a_row"}
+        if missing := needed - set(notes):
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        return notes | {"model": model.ModelConfig(**notes["model"])}
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): resume from another checkpoint, by its folder.") from None
-    if missing:
-        raise ValueError(f"{path} is damaged, it lacks {', '.join(sorted(missing))}: resume from another checkpoint.")
-    return notes
+        raise damaged(checkpoint / "train.json", error) from None
 
 
 def training_state(net, optimizer):
@@ -363,14 +439,9 @@ def training_state(net, optimizer):
 def save_checkpoint(folder, state, notes):
     """Writes <folder>/<step> aside and renames it, all ranks together. `notes`, with "step" in it, become train.json.
 
-    OSError, raised on all ranks: it could not be written; earlier checkpoints are as they were.
+    An error where it could not be written, on all ranks; earlier checkpoints are as they were.
     """
     final, aside = folder / str(notes["step"]), folder / f"{notes['step']}.tmp"
-
-    def prepare():
-        for left_by_a_kill in folder.glob("*.tmp"):
-            shutil.rmtree(left_by_a_kill, ignore_errors=True)
-        aside.mkdir(parents=True)
 
     def publish():
         (aside / "train.json").write_text(json.dumps(notes, indent=1))
@@ -380,29 +451,18 @@ def save_checkpoint(folder, state, notes):
             (old / "train.json").unlink()  # from here on it does not count as complete
             shutil.rmtree(old, ignore_errors=True)
 
-    together(prepare if rank() == 0 else lambda: None)
-    with dcp_errors(f"save {final}"):
-        dcp.save(state, checkpoint_id=aside, no_dist=world_size() == 1)
-    together(publish if rank() == 0 else lambda: None)
+    together(writing(final)(aside.mkdir), here=rank() == 0)
+    together(writing(final)(dcp.save), state, checkpoint_id=aside, no_dist=world_size() == 1)
+    together(writing(final)(publish), here=rank() == 0)
 
 
 def load_checkpoint(path, state):
-    """Fills the tensors of `state`. OSError, raised on all ranks: the files cannot be read."""
-    with dcp_errors(f"read {path}"):
-        dcp.load(state, checkpoint_id=path, no_dist=world_size() == 1)
-    new_epoch()  # quantised copies of the old weights are stale
-
-
-@contextlib.contextmanager
-def dcp_errors(what):
-    """DCP's errors in one line, and no warning that there is but one process."""
+    """Fills the tensors of `state`. ValueError, raised on all ranks: the files cannot be read."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
+        dcp.load(state, checkpoint_id=path, no_dist=world_size() == 1)
     except CheckpointException as error:  # on all ranks, whichever failed
-        failed, (cause, _) = next(iter(error.failures.items()))
-        give_up(OSError(f"Could not {what}: {type(cause).__name__}: {cause} (on rank {failed})"))
+        give_up(damaged(path, error))
+    new_epoch()  # quantised copies of the old weights are stale
 
 
 # ---- one step ----
@@ -451,25 +511,20 @@ def gradients(net, micro_batches, device):
     return loss, norm, num_tokens
 
 
-def update(net, optimizer, norm, lr, grad_clip):
-    """Clips, steps, moves the balance bias; returns the step's expert balance (max / mean load)."""
-    if grad_clip:
-        clip_grads_with_norm_(net.parameters(), grad_clip, torch.tensor(norm))
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    return float(net.update_balance())
-
-
 def train_step(run, config):
     """One optimizer step of all ranks, taken or skipped; returns the row of the log and the number of tokens."""
     counts, step = run.counts, run.counts["step"]
     torch.manual_seed(((config.seed * 2**24 + step) * 2**12 + rank()) % 2**63)  # whatever was drawn before
-    micro_batches = [run.batches.next() for _ in range(config.grad_accum)]
+    micro_batches = together(lambda: [run.batches.next() for _ in range(config.grad_accum)])
     loss, norm, tokens = gradients(run.net, micro_batches, run.device)
     row = {"step": step + 1, "loss": loss, "lr": learning_rate(step, config), "grad_norm": norm}
     if math.isfinite(loss) and math.isfinite(norm):
-        row["balance"] = update(run.net, run.optimizer, norm, row["lr"], config.grad_clip)
+        if config.grad_clip:
+            clip_grads_with_norm_(run.net.parameters(), config.grad_clip, torch.tensor(norm))
+        for group in run.optimizer.param_groups:
+            group["lr"] = row["lr"]
+        run.optimizer.step()
+        row["balance"] = float(run.net.update_balance())  # of the experts: largest / mean load
         counts["bad_in_a_row"] = 0
     else:
         row["balance"] = float(run.net.update_balance(move=False))
@@ -540,27 +595,30 @@ def peak_gib(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def open_log(path, step):
-    """log.jsonl for appending, less the rows past `step`: a killed run logged steps that will now be done again."""
+def begin_log(path, run):
+    """config.json, and log.jsonl less the rows past the run's step: a killed run logged what is now done again."""
     def is_past(line):
         try:
-            return json.loads(line)["step"] > step
+            return json.loads(line)["step"] > run.counts["step"]
         except (ValueError, TypeError, KeyError):  # torn by a kill
             return True
 
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    if step == 0 and lines:
-        path.rename(path.with_suffix(".old"))
-        say(f"no complete checkpoint was found: starts at step 0; the log of before is now {path.with_suffix('.old')}")
-    shorter = path.with_suffix(".tmp")
-    shorter.write_text("".join(f"{line}\n" for line in lines if not is_past(line)))
-    shorter.rename(path)
-    return path.open("a", buffering=1)  # every line at once
+    with writing(path.parent):
+        path.with_name("config.json").write_text(json.dumps(run.origin, indent=1))
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        if run.counts["step"] == 0 and lines:
+            path.rename(path.with_suffix(".old"))
+            say(f"no complete checkpoint was found: starts at step 0; the log of before is {path.with_suffix('.old')}")
+        shorter = path.with_suffix(".tmp")
+        shorter.write_text("".join(f"{line}\n" for line in lines if not is_past(line)))
+        shorter.rename(path)
 
 
-def to_json(row):
-    """A row as one line of strict JSON: what is not finite becomes null."""
-    return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()})
+def add_to_log(path, row):
+    """Adds a row as one line of strict JSON: what is not finite becomes null."""
+    strict = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    with writing(path), path.open("a") as log:
+        log.write(json.dumps(strict) + "\n")
 
 
 @contextlib.contextmanager
@@ -584,21 +642,22 @@ class Run(typing.NamedTuple):
     net: Model
     optimizer: torch.optim.Optimizer
     encoding: typing.Any  # tiktoken.Encoding
-    batches: data.Batches
+    batches: typing.Any  # of data.open_data
     val_batches: list
     counts: dict  # step: steps done; skipped: how many of them; bad_in_a_row: how many just now
-    origin: dict  # the settings in JSON: config, model
+    origin: dict  # what the run began with, in JSON: config, model, tokenizer, end_of_text
 
 
-def start(config):
-    """The Run that a Config asks for, new or resumed: first what can be checked, then the text, then the model."""
-    device, dtype, recipe, recompute, model_config, resume = together(check, config)
+def start(config, device, dtype, recipe, recompute, model_config, resume):
+    """The Run that a Config asks for, new or resumed: first the text, then the model. The rest is what `check` gave."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it as it starts; deterministic needs it
     torch.use_deterministic_algorithms(config.deterministic)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats()
-    encoding = together(open_tokenizer, config, model_config, in_turn=True)
+    if world_size() > 1:
+        together(open_tokenizer, config, model_config, resume, here=rank() == 0)  # what it downloads, all find
+    name, encoding = together(open_tokenizer, config, model_config, resume)
     batches, val_batches = together(open_data, config, encoding, resume)
     check_ranks_agree(asdict(config) | batches.identity | {"checkpoint to resume": resume and resume.name})
 
@@ -612,7 +671,8 @@ def start(config):
     state = training_state(net, optimizer)
 
     counts = {"step": 0, "skipped": 0, "bad_in_a_row": 0}
-    origin = {"config": asdict(config), "model": asdict(model_config)}
+    origin = {"config": asdict(config), "model": asdict(model_config), "tokenizer": name}
+    origin["end_of_text"] = encoding.eot_token
     if resume:
         load_checkpoint(resume, state)
         notes = read_notes(resume)
@@ -620,67 +680,72 @@ def start(config):
         before = notes["config"] | {"resume": config.resume}
         changed = [f"{k} {before.get(k)} -> {now}" for k, now in origin["config"].items() if now != before.get(k)]
         say(f"goes on from {resume}" + "; changed: " * bool(changed) + ", ".join(changed))
+    elif folder := hf_folder(config.init_from):
+        together(model.fill_from_hf, net, folder)
     elif config.init_from:
         load_checkpoint(find_checkpoint(config.init_from), {"model": state["model"]})
     return Run(device, net, optimizer, encoding, batches, val_batches, counts, origin)
 
 
-def open_tokenizer(config, model_config):
-    encoding = data.tokenizer(config.tokenizer)
+def open_tokenizer(config, model_config, resume):
+    """(name, tiktoken.Encoding) of --tokenizer, else of the checkpoint that the run begins with."""
+    name, source = config.tokenizer, resume or config.init_from
+    if not name and source:
+        name = source if hf_folder(source) else read_notes(find_checkpoint(source))["tokenizer"]
+    encoding = data.tokenizer(name or "bytes")
     if encoding.n_vocab > model_config.vocab_size:
         enough = math.ceil(encoding.n_vocab / 128) * 128
-        raise ValueError(f"The tokenizer {config.tokenizer} has {encoding.n_vocab} ids, more than the model's"
-                         f" vocab_size {model_config.vocab_size}: pass --model.vocab_size={enough}.")
-    return encoding
+        raise ValueError(f"The tokenizer {name or 'bytes'} has {encoding.n_vocab} ids, more than the model's vocab_size"
+                         f" {model_config.vocab_size}: pass --model.vocab_size={enough}.")
+    return name or "bytes", encoding
 
 
 def open_data(config, encoding, resume):
     """(training batches, set to where `resume` was saved; list of validation batches)."""
-    text = data.load(config.data, encoding, config.seed)
-    batches = data.Batches(text.train, config.seq_len, config.batch_size, config.seed, rank(), world_size())
+    batches, val_batches = data.open_data(config.data, encoding, config.seed, config.seq_len, config.batch_size,
+                                          config.eval_steps * config.batch_size, rank(), world_size())
     if resume:
         batches.load_state_dict(read_notes(resume)["data"])
-    limit = config.eval_steps * config.batch_size
-    return batches, data.validation_batches(text.val, config.seq_len, config.batch_size, limit, rank(), world_size())
+    return batches, val_batches
 
 
 def train(run, config):
     """The loop. Each step gives a row of the log, some an evaluation or a checkpoint; returns what `main` does."""
-    counts, out_dir, row, stopped = run.counts, Path(config.out_dir), {}, False
+    counts, row, stopped = run.counts, {}, False
+    ckpt, log = Path(config.out_dir, "ckpt"), Path(config.out_dir, "log.jsonl")
     flops = model.flops_per_token(run.net.config, config.seq_len) / world_size()
     peak, size = peak_flops(run.device), model.parameter_count(run.net.config)
     known = f"is of {peak / 1e12:.0f} TFLOP/s dense BF16 each" if peak < math.inf else "reads 0: the peak is unknown"
     say(f"{size['total'] / 1e6:.2f} M parameters, {size['active'] / 1e6:.2f} M active; {run.net.recipe};"
         f" {world_size()} x {run.device.type}, {run.net.dtype}; MFU {known}")
-    if rank() == 0:
-        (out_dir / "config.json").write_text(json.dumps(run.origin, indent=1))
-    log = open_log(out_dir / "log.jsonl", counts["step"]) if rank() == 0 else open(os.devnull, "w")
-    every = 0.1 if sys.stderr.isatty() else 10  # seconds between redraws
-    bar = tqdm(total=config.steps, initial=counts["step"], disable=rank() != 0, mininterval=every)
-    with log, bar, catch_signals() as signals:
+    together(begin_log, log, run, here=rank() == 0)
+    every = {"eval": config.eval_every, "save": config.save_every, "log": config.log_every}
+    seconds = 0.1 if sys.stderr.isatty() else 10  # between redraws
+    bar = tqdm(total=config.steps, initial=counts["step"], disable=rank() != 0, mininterval=seconds)
+    with bar, catch_signals() as signals:
         while counts["step"] < config.steps and not stopped:
             began = time.perf_counter()
             row, tokens = train_step(run, config)
             speed = tokens / (time.perf_counter() - began)  # tokens of all ranks, FLOP of one
             row |= {"tokens_per_s": speed, "tflops": speed * flops / 1e12, "mfu": speed * flops / peak}
             row["peak_gib"] = peak_gib(run.device)
-            due = {name for name in ("eval", "save", "log") if is_due(getattr(config, f"{name}_every"), counts, config)}
+            last = counts["step"] == config.steps
+            due = {name for name, n in every.items() if last or n > 0 and counts["step"] % n == 0}
             if "eval" in due:
                 row |= evaluate(run, config)
             if due & {"log", "eval"} or "skipped" in row:
-                log.write(to_json(row) + "\n")
+                together(add_to_log, log, row, here=rank() == 0)
             bar.set_postfix_str(status(row, counts), refresh=False)
             bar.update()
             if counts["bad_in_a_row"] >= config.max_bad_steps:
-                good = ", ".join(map(str, complete_checkpoints(out_dir / "ckpt"))) or "none"
+                good = ", ".join(map(str, complete_checkpoints(ckpt))) or "none"
                 give_up(FloatingPointError(f"{counts['bad_in_a_row']} steps in a row were skipped; of the last, step"
                                            f" {row['step']}, the {row['skipped']}. Good checkpoints: {good}."))
             stopped = total(torch.tensor(len(signals))).item() > 0  # a signal may have come to one rank only
-            last = stopped or counts["step"] == config.steps
-            if last or "save" in due and not counts["bad_in_a_row"]:  # in a bad streak older checkpoints are worth more
-                notes = counts | {"data": run.batches.state_dict()} | run.origin
-                save_checkpoint(out_dir / "ckpt", training_state(run.net, run.optimizer), notes)
-    finished, saved = counts["step"] == config.steps, (complete_checkpoints(out_dir / "ckpt") or [None])[-1]
+            if last or stopped or "save" in due and not counts["bad_in_a_row"]:  # in a bad streak older ones are better
+                notes = counts | {"data": data.merge_states(of_ranks(run.batches.state_dict()))} | run.origin
+                save_checkpoint(ckpt, training_state(run.net, run.optimizer), notes)
+    finished, saved = counts["step"] == config.steps, (complete_checkpoints(ckpt) or [None])[-1]
     if finished and "val_loss" not in row:  # it was finished before: nothing was left to do
         row |= evaluate(run, config)
     if finished and not math.isfinite(row["val_loss"]):
@@ -688,14 +753,10 @@ def train(run, config):
                                    f" {counts['skipped']} of them skipped. Try a lower --lr or a longer --warmup."))
     if finished:
         say(f"val loss {row['val_loss']:.4f} after {config.steps} steps, {counts['skipped']} of them skipped;"
-            f" weights in {saved}, curves in {out_dir / 'log.jsonl'}")
+            f" weights in {saved}, curves in {log}")
     else:
         say(f"stopped by a signal after step {counts['step']}, saved in {saved}; --resume=auto goes on")
     return row | counts | {"finished": finished, "checkpoint": str(saved)}
-
-
-def is_due(every, counts, config):
-    return counts["step"] == config.steps or every > 0 and counts["step"] % every == 0
 
 
 def status(row, counts):
@@ -716,15 +777,44 @@ def main(config):
         gpus = config.device != "cpu" and torch.cuda.is_available()
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
     try:
-        return train(start(config), config)
+        *checked, model_config, resume = together(check, config)
+        with together(hold, config.out_dir, model_config, here=rank() == 0) or contextlib.nullcontext():
+            return train(start(config, *checked, model_config, resume), config)
     finally:
         if joins:
             dist.destroy_process_group()
 
 
+# ---- the other command ----
+
+
+def export(words):
+    """train.py export RUN FOLDER: the weights of a checkpoint, or of a run's newest, as a Hugging Face checkpoint."""
+    parser = argparse.ArgumentParser("train.py export", description=export.__doc__)
+    parser.error = fail
+    parser.add_argument("run", help="an --out_dir, or one of its checkpoints <out_dir>/ckpt/<step>")
+    parser.add_argument("folder", help="to be made: config.json, *.safetensors and, if there is one, tokenizer.json")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the weights [bf16]")
+    options = parser.parse_args(words)
+    checkpoint = find_checkpoint(options.run)
+    notes = read_notes(checkpoint)
+    with torch.device("meta"):
+        net = Model(notes["model"])
+    net.to_empty(device="cpu")
+    load_checkpoint(checkpoint, {"model": net.state_dict()})
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
+    model.save_hf(net, options.folder, dtype, notes["end_of_text"])
+    source = Path(hf_folder(notes["tokenizer"]) or os.devnull)
+    files = [source / name for name in ("tokenizer.json", "tokenizer_config.json") if (source / name).exists()]
+    for file in files:
+        shutil.copy(file, options.folder)
+    print(f"{checkpoint} is now {options.folder}, in {options.dtype}"
+          + f"; its tokenizer, {notes['tokenizer']}, has no tokenizer.json and was left out" * (not files))
+
+
 if __name__ == "__main__":
     try:
-        main(parse_flags(sys.argv[1:]))
+        export(sys.argv[2:]) if sys.argv[1:2] == ["export"] else main(parse_flags(sys.argv[1:]))
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         print("train.py:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
