@@ -196,9 +196,10 @@ def _read_ranks(path):
 
 
 def tokenizer_hash(encoding):
-    """A hash of all that decides which ids a text becomes: ranks, pattern, special tokens; not of the name."""
+    """A hash of all that decides which ids a document becomes: ranks, pattern, special tokens; not of the name."""
     ranks, special = sorted(encoding._mergeable_ranks.items()), sorted(encoding._special_tokens.items())
-    return hashlib.sha256(repr((ranks, encoding._pat_str, special)).encode()).hexdigest()[:12]
+    parts = (ranks, encoding._pat_str, special, encoding.eot_token)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 def _how_to_get(name, reason):

@@ -592,6 +592,15 @@ def test_state_before_the_first_step_and_right_after_a_resume(tmp_path, small):
     assert rows + draw(make, 2, 5, state)[0] == uncut[: 9 * 6 + 5 * 6]
 
 
+def test_stream_goes_back_to_an_earlier_state(tmp_path, small):
+    stream = open_train(write_rows(tmp_path / "rows", ROWS), 16, 12)(0, 1)
+    stream.next()
+    state = stream.state_dict()
+    once = [stream.next()[0].tolist() for _ in range(20)]
+    stream.load_state_dict(state)
+    assert [stream.next()[0].tolist() for _ in range(20)] == once
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_no_document_is_tokenised_by_two_ranks(world_size, tmp_path, small, monkeypatch):
     make = open_train(write_rows(tmp_path / "rows", [f"{i:03d}" * (1 + i % 9) for i in range(400)]), 16, 2)
@@ -931,8 +940,8 @@ def test_shards_of_another_tokenizer_are_refused(tmp_path):
 def test_tokenizer_hash_covers_all_that_matters(tmp_path):
     ranks = {bytes([i]): i for i in range(256)}
     parts = dict(pat_str=".", mergeable_ranks=ranks, special_tokens={data.END_OF_TEXT: 256})
-    changes = [dict(pat_str=".|a"), dict(special_tokens={data.END_OF_TEXT: 257}), dict(special_tokens={"<end>": 256}),
-               dict(mergeable_ranks={bytes([i]): 255 - i for i in range(256)})]
+    changes = [dict(pat_str=".|a"), dict(mergeable_ranks={bytes([i]): 255 - i for i in range(256)}),
+               dict(special_tokens={data.END_OF_TEXT: 257}), dict(special_tokens={data.END_OF_TEXT: 256, "<a>": 257})]
     hashes = {data.tokenizer_hash(tiktoken.Encoding("x", **parts | change)) for change in [{}, *changes]}
     assert len(hashes) == 5
 
@@ -1036,8 +1045,10 @@ def test_command_fails_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("words, said", [
-    ([], "--data, --out"), (["--data={spec}"], "--out"), (["--data={spec}", "--out={new}", "--tokens=3"], "--tokens=3"),
-    (["--data={spec}", "--out={new}", "--seed=x"], "--seed"), (["--data={spec}/none", "--out={new}"], "There is no file"),
+    ([], "--data, --out"), (["--data={spec}"], "--out"),
+    (["--data={spec}", "--out={new}", "--tokens=3"], "--tokens=3"),
+    (["--data={spec}", "--out={new}", "--seed=x"], "--seed"),
+    (["--data={spec}/none", "--out={new}"], "There is no file"),
     (["--data={spec}", "--out={new}", "--tokenizer=none"], "No tokenizer is called 'none'"),
     (["--data={spec}", "--out={spec}"], "is not empty"),
     (["--data={spec}", "--out=/dev/null/x"], "Cannot write into /dev/null/x (Not a directory)"),
