@@ -48,11 +48,11 @@ SMOOTHING = 0.05  # of a run: the window of the running mean of training losses
 def environment():
     """On what and with what this process runs: device, torch, triton, commit, date (UTC)."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    commit = os.environ.get("NANOFP4_COMMIT", "")  # where the code runs without its git folder, or with an older one
     try:
-        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
+        commit = commit or subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        commit = ""
-    commit = commit or os.environ.get("NANOFP4_COMMIT", "")  # where the code runs without its git folder
+        pass
     try:
         triton = metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -335,9 +335,9 @@ def kernel_rows(shape, groups, copy):
     yield line("group_rows (3 launches)", lambda: k.group_rows(ids, E, M), 12.0 * ids.numel())
     for what, asked, size in (("bf16", (True,), 2), ("bf16, fp8", (True, True), 2 + fp8), ("fp8", (False, True), fp8),
                               ("fp4", (False, False, True), fp4), ("bf16, fp8, fp4", (True, True, True), 2 + fp8 + fp4)):
-        pair = (lambda: k.quantize_fp8_fp4_rows(k.rms_norm(x, weight, 1e-6)[0])) if len(asked) == 3 and all(asked) else None
-        yield line(f"rms_norm -> {what}", lambda: k.rms_norm(x, weight, 1e-6, *asked), f["T"] * (2 + size), 0, pair,
-                   "norm, then quantise" if pair else "")
+        both = (lambda: k.quantize_fp8_fp4_rows(k.rms_norm(x, weight, 1e-6)[0])) if len(asked) == 3 and all(asked) else None
+        yield line(f"rms_norm -> {what}", lambda: k.rms_norm(x, weight, 1e-6, *asked), f["T"] * (2 + size), 0, both,
+                   "norm, then quantise" if both else "")
     yield line("rms_norm_backward", lambda: k.rms_norm_backward(x, x, weight, 1e-6), f["T"] * 6)
     yield line("quantize_fp8_rows", lambda: k.quantize_fp8_rows(x), f["T"] * (2 + fp8))
     yield line("quantize_fp4_rows", lambda: k.quantize_fp4_rows(x), f["T"] * (2 + fp4))

@@ -529,6 +529,30 @@ def test_token_counts_do_not_recompile():  # CASE 9: nothing is tuned or compile
     assert not compiled
 
 
+@pytest.mark.skipif(CUDA, reason="there `python bench.py kernels` runs")
+def test_bench_calls_every_kernel(monkeypatch):
+    """The bench's table on a small shape, with launches and clocks left out."""
+    import bench
+    on_cpu = lambda make: lambda *sizes, device=None, **more: make(*sizes, **more)
+    for name in ("randn", "rand", "empty"):
+        monkeypatch.setattr(torch, name, on_cpu(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda t: t)
+    launched = set()
+    monkeypatch.setattr(kernels, "_launch", lambda kernel, *args, **more: launched.add(getattr(kernel, "__name__", kernel)))
+    monkeypatch.setattr(bench, "bench_kernels", lambda: {"dequantize": "dequantize", "cols": "cols"})
+    monkeypatch.setattr(bench, "median_us", lambda work: (work(), 1.0)[1])
+    monkeypatch.setattr(bench, "host_us", lambda work: 1.0)
+    monkeypatch.setattr(bench, "SHAPES", {"v3": (264, 8, 8, 256, 128, 327)})
+    groups = [t.zero_() for t in kernels.group_rows(torch.zeros(264, 8, dtype=torch.int32), 8, 1408)]
+    monkeypatch.setattr(kernels, "group_rows", lambda *_: groups)
+    rows = list(bench.kernel_rows("v3", "jittered", 4.0))
+    assert all(set(row) <= set(bench.KERNEL_COLUMNS) for row in rows) and sum(bool(row["times_pair"]) for row in rows) >= 10
+    entries = {"_rms_norm", "_rms_norm_backward", "_quantize_rows", "_quantize_pairs", "_quantize_blocks", "_fp8_to_fp4",
+               "_fp4_to_fp8_rows", "_fp4_to_fp8_cols", "_fp8_fan_out_rows", "_fp8_rows_to_cols", "_swiglu", "_swiglu_backward",
+               "_sum_rows", "dequantize", "cols"}
+    assert entries <= launched
+
+
 # -----------------------------------------------------------------------------
 # what the compiler makes of the kernels
 
