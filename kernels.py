@@ -65,6 +65,8 @@ NO_NUMBER = tl.constexpr(128)  # the exponent of Inf and NaN
 E4M3_NAN = tl.constexpr(0x7F)
 MX_NAN = tl.constexpr(255)
 LEAST_SCALE = tl.constexpr(2.0**-126)
+MX = tl.constexpr(32)  # MXFP4: elements a scale, as quant.BLOCK says
+PER_TILE, OCTETS = tl.constexpr(128 // MX.value), tl.constexpr(MX.value // 8)  # blocks in 128 columns; words of codes in a block
 BOTH_WAYS = 16  # a width that it does not divide is written as rows and as columns by two launches: triton 3.6 spoils the
 # bytes of one where a thread's are not neighbours
 # Added to a magnitude, these carry into its exponent just where the scale must be a power of two larger (see _raised).
@@ -131,8 +133,8 @@ def _past_end(end, row):
 
 @triton.jit
 def _below(origin, x, limit):
-    """Which of origin + x are below limit, compared in 32 bits."""
-    return x < tl.minimum(limit - origin, 1 << 20).to(tl.int32)
+    """Which of origin + x are below limit, compared in 32 bits. Limit may be a constexpr, which takes no tensor away."""
+    return x < tl.minimum(-(origin - limit), 1 << 20).to(tl.int32)
 
 
 @triton.jit
@@ -542,18 +544,18 @@ def _pairs_to_fp8(words):
 def _pairs_to_fp4(words):
     """Pairs of bfloat16 [R, C/2] -> words of eight E2M1 codes [R, C/8], E8M0 bytes [R, C/32]."""
     a, b, c, d = _quarters(words)
-    amax = tl.max(_blocks(_amax_of_pairs(a, b, c, d), 4), 2)
+    amax = tl.max(_blocks(_amax_of_pairs(a, b, c, d), OCTETS), 2)
     byte, half = _mx_scales(amax, CARRY_EVEN)
-    codes = _pairs_to_e2m1(a, b, c, d, _spread(half | (half >> 16), 4))
-    return tl.where(_spread(byte, 4) == MX_NAN, 0, codes), byte.to(tl.uint8)
+    codes = _pairs_to_e2m1(a, b, c, d, _spread(half | (half >> 16), OCTETS))
+    return tl.where(_spread(byte, OCTETS) == MX_NAN, 0, codes), byte.to(tl.uint8)
 
 
 @triton.jit
 def _floats_to_fp4(x, CARRY: tl.constexpr):
     """The same from float32 [R, C], by any rule."""
-    byte, half = _mx_scales(_amax(_blocks(x, 32), 2), CARRY)
-    codes = _pack(_encode_e2m1(x, _spread(_from_bits(half), 32)))
-    return tl.where(_spread(byte, 4) == MX_NAN, 0, codes), byte.to(tl.uint8)
+    byte, half = _mx_scales(_amax(_blocks(x, MX), 2), CARRY)
+    codes = _pack(_encode_e2m1(x, _spread(_from_bits(half), MX)))
+    return tl.where(_spread(byte, OCTETS) == MX_NAN, 0, codes), byte.to(tl.uint8)
 
 
 @triton.jit
@@ -567,7 +569,7 @@ def _store_fp8_rows(data, scale, s_row, s_col, codes, scales, row0, r, tile_k, C
 def _store_fp4_rows(data, scale, codes, scales, row0, r, tile_k, C: tl.constexpr, M, K: tl.constexpr):
     """data [M, K/2] as words [M, K/8]."""
     _store(data, codes, row0, r, _origin(tile_k, C // 8), tl.arange(0, C // 8), K // 8, 1, M, K // 8)
-    _store(scale, scales, row0, r, _origin(tile_k, C // 32), tl.arange(0, C // 32), K // 32, 1, M, K // 32)
+    _store(scale, scales, row0, r, _origin(tile_k, C // MX), tl.arange(0, C // MX), K // MX, 1, M, K // MX)
 
 
 @triton.jit
@@ -705,13 +707,13 @@ def _fp8_to_fp4(data, scale, s_row, s_col, data4, scale4, M, K: tl.constexpr, R:
     row0, r = _origin(tile_m, R), tl.arange(0, R)
     a, b = tl.split(_blocks(_load(data, row0, r, _origin(tile_k, C // 4), tl.arange(0, C // 4), K // 4, 1, M, K // 4), 2))
     scales = _load(scale, row0, r, _origin(tile_k, C // 128), tl.arange(0, C // 128), s_row, s_col, M, tl.cdiv(K, 128))
-    e = _spread(_exponent(scales), 4)
-    top = tl.max(_blocks(_largest_code(a, b), 4), 2)
+    e = _spread(_exponent(scales), PER_TILE)
+    top = tl.max(_blocks(_largest_code(a, b), OCTETS), 2)
     amax = tl.where((top == E4M3_NAN) | (e == NO_NUMBER), INF, _bits(_decode_e4m3(top.to(tl.uint8))))
     byte = _mx_scale(amax, e, CARRY_EVEN)
     half = tl.minimum(tl.maximum(e - byte + 126 + 15, 0), 30) << 10  # 2^(e - (byte - 127) - 1), a float16
-    codes = _codes_to_e2m1(a, b, _spread(half | (half << 16), 4))
-    codes = tl.where(_spread(byte, 4) == MX_NAN, 0, codes)
+    codes = _codes_to_e2m1(a, b, _spread(half | (half << 16), OCTETS))
+    codes = tl.where(_spread(byte, OCTETS) == MX_NAN, 0, codes)
     _store_fp4_rows(data4, scale4, codes, byte.to(tl.uint8), row0, r, tile_k, C, M, K)
 
 
@@ -726,10 +728,10 @@ def _fp4_to_fp8_rows(table, data, byte, index, end, data8, scale8, s_row, s_col,
         return
     rows = _source(index, row0, r, M, PER)
     words = _gather(data, rows, _origin(tile_k, C // 8), tl.arange(0, C // 8), K // 8, 1, K // 8, 0)
-    b = _gather(byte, rows, _origin(tile_k, C // 32), tl.arange(0, C // 32), K // 32, 1, K // 32, 0).to(tl.int32)
-    e, bad = _fp8_of_mx(tl.max(_blocks(b, 4), 2))  # a block of zeros has the least byte, so it never decides
-    low, high, sign = _look_up(table, b - 127 - _spread(e, 4), _spread(bad, 4))
-    first, second = _decode_e2m1(words, _spread(low, 4), _spread(high, 4), _spread(sign, 4))
+    b = _gather(byte, rows, _origin(tile_k, C // MX), tl.arange(0, C // MX), K // MX, 1, K // MX, 0).to(tl.int32)
+    e, bad = _fp8_of_mx(tl.max(_blocks(b, PER_TILE), 2))  # a block of zeros has the least byte, so it never decides
+    low, high, sign = _look_up(table, b - 127 - _spread(e, PER_TILE), _spread(bad, PER_TILE))
+    first, second = _decode_e2m1(words, _spread(low, OCTETS), _spread(high, OCTETS), _spread(sign, OCTETS))
     n: tl.constexpr = C // 128
     _store(data8, tl.interleave(first, second), row0, r, _origin(tile_k, C // 4), tl.arange(0, C // 4), K // 4, 1, M, K // 4)
     _store(scale8, _fp8_scale(e, bad), row0, r, _origin(tile_k, n), tl.arange(0, n), s_row, s_col, M, tl.cdiv(K, 128))
@@ -740,7 +742,7 @@ def _fp4_quad(j: tl.constexpr, data, byte, index, row0, tile_k, M, K: tl.constex
     """Words and block bytes of rows 4i + j."""
     rows = _source(index, row0, _quad(j), M, PER)
     words = _gather(data, rows, _origin(tile_k, C // 8), tl.arange(0, C // 8), K // 8, 1, K // 8, 0)
-    b = _gather(byte, rows, _origin(tile_k, C // 32), tl.arange(0, C // 32), K // 32, 1, K // 32, 0)
+    b = _gather(byte, rows, _origin(tile_k, C // MX), tl.arange(0, C // MX), K // MX, 1, K // MX, 0)
     return words, b.to(tl.int32)
 
 
@@ -767,12 +769,12 @@ def _fp4_to_fp8_cols(table, data, byte, index, end, data8, scale8, s_row, s_col,
     w2, b2 = _fp4_quad(2, data, byte, index, row0, tile_k, M, K, PER, C)
     w3, b3 = _fp4_quad(3, data, byte, index, row0, tile_k, M, K, PER, C)
     top = tl.max(tl.maximum(tl.maximum(b0, b1), tl.maximum(b2, b3)), 0)[None, :]
-    e, bad = _fp8_of_mx(tl.max(_blocks(top, 4), 2))  # [1, C/128]
-    base, broken = _spread(e, 4) + 127, tl.broadcast_to(_spread(bad, 16), w0.shape)
-    f0, s0 = _decode_e2m1(w0, *_look_up(table, _spread(b0 - base, 4), broken))
-    f1, s1 = _decode_e2m1(w1, *_look_up(table, _spread(b1 - base, 4), broken))
-    f2, s2 = _decode_e2m1(w2, *_look_up(table, _spread(b2 - base, 4), broken))
-    f3, s3 = _decode_e2m1(w3, *_look_up(table, _spread(b3 - base, 4), broken))
+    e, bad = _fp8_of_mx(tl.max(_blocks(top, PER_TILE), 2))  # [1, C/128]
+    base, broken = _spread(e, PER_TILE) + 127, tl.broadcast_to(_spread(bad, 16), w0.shape)
+    f0, s0 = _decode_e2m1(w0, *_look_up(table, _spread(b0 - base, OCTETS), broken))
+    f1, s1 = _decode_e2m1(w1, *_look_up(table, _spread(b1 - base, OCTETS), broken))
+    f2, s2 = _decode_e2m1(w2, *_look_up(table, _spread(b2 - base, OCTETS), broken))
+    f3, s3 = _decode_e2m1(w3, *_look_up(table, _spread(b3 - base, OCTETS), broken))
     c0, c1, c2, c3 = _transpose_words(f0, f1, f2, f3)
     c4, c5, c6, c7 = _transpose_words(s0, s1, s2, s3)
     even = tl.interleave(tl.interleave(c0, c4), tl.interleave(c2, c6))  # columns 0 2 4 6 of each eight
@@ -864,7 +866,7 @@ def _keep_half(words, rows, tile_k, HALF: tl.constexpr, h8, h8_scale, h_row, h_c
     if h4 is not None:
         codes, scales = _pairs_to_fp4(words)
         _scatter(h4, codes, rows, _origin(tile, 16), tl.arange(0, 16), I // 4, 1, I // 4)
-        _scatter(h4_scale, scales, rows, _origin(tile, 4), tl.arange(0, 4), I // 16, 1, I // 16)
+        _scatter(h4_scale, scales, rows, _origin(tile, PER_TILE), tl.arange(0, PER_TILE), 2 * I // MX, 1, 2 * I // MX)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -899,12 +901,12 @@ def _kept_half(rows, tile_k, HALF: tl.constexpr, h8, h8_scale, h_row, h_col, h4,
         return _decode_e4m3(codes), _gather(h8_scale, rows, _origin(tile, 1), tl.arange(0, 1), h_row, h_col, 2 * I // 128, 0.0)
     else:
         pairs = _gather(h4, rows, _origin(tile, 64), tl.arange(0, 64), I, 1, I, 0).to(tl.int32)
-        b = _gather(h4_scale, rows, _origin(tile, 4), tl.arange(0, 4), I // 16, 1, I // 16, 0).to(tl.int32)
+        b = _gather(h4_scale, rows, _origin(tile, PER_TILE), tl.arange(0, PER_TILE), 2 * I // MX, 1, 2 * I // MX, 0).to(tl.int32)
         codes = tl.interleave(pairs & 15, pairs >> 4)
         magnitude = codes & 7
         value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, _from_bits((magnitude << 22) + (126 << 23)))
         scale = tl.where(b == MX_NAN, float("nan"), _power(b - 127))
-        return _from_bits(_bits(value) | ((codes & 8) << 28)) * _spread(scale, 32), tl.full((32, 1), 1.0, tl.float32)
+        return _from_bits(_bits(value) | ((codes & 8) << 28)) * _spread(scale, MX), tl.full((32, 1), 1.0, tl.float32)
 
 
 @triton.jit
@@ -1082,7 +1084,7 @@ def _new_fp8_cols(like, K, M):
 
 
 def _new_fp4_rows(like, M, K):
-    return like.new_empty((M, K // 2), dtype=torch.uint8), like.new_empty((M, K // 32), dtype=torch.uint8)
+    return like.new_empty((M, K // 2), dtype=torch.uint8), like.new_empty((M, K // MX.value), dtype=torch.uint8)
 
 
 def _fp8_out(fp8):

@@ -30,7 +30,7 @@ import re
 import shutil
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,16 @@ import quant
 from quant import RECIPES, Activation, Recipe
 
 RECOMPUTE_SCOPES = ("norm", "mla_up", "attn", "mlp", "moe")
+
+
+class Gate(NamedTuple):
+    """How a router's logits become gate weights."""
+    score: Callable[[Tensor], Tensor]  # logits [T, E] -> scores, what experts are chosen by and weighed with
+    renormalise: bool                  # the weights of the chosen are made to sum to 1, before route_scale
+    balanced: bool                     # a bias that follows the loads takes part in the choice, never in the weights
+
+
+GATES = {"sigmoid": Gate(torch.sigmoid, True, True), "softmax": Gate(functools.partial(torch.softmax, dim=-1), False, False)}
 
 
 # -----------------------------------------------------------------------------
@@ -71,7 +81,7 @@ class ModelConfig:
     n_groups: int = 1            # groups of experts
     top_groups: int = 1          # groups a token may choose experts from
     group_score: str = "top2"    # a group's score: sum of its two best experts (top2), or its best (max)
-    gate: str = "sigmoid"        # sigmoid (with a balance bias, weights renormalised) | softmax (neither)
+    gate: str = "sigmoid"        # sigmoid (with a balance bias, weights renormalised) | softmax (neither): a name in GATES
     route_scale: float = 1.0     # factor of the gate weights
     balance_rate: float = 0.001  # u: step of the balance bias, sigmoid gates only
     balance_alpha: float = 1e-4  # weight of the sequence-wise balance loss
@@ -103,7 +113,7 @@ class ModelConfig:
             **{f"{name} is not negative": getattr(self, name) >= 0 for name in not_negative},
             "n_dense is at most n_layers": 0 <= self.n_dense <= self.n_layers,
             "rope_dim is even": self.rope_dim % 2 == 0,
-            "gate is sigmoid or softmax": self.gate in ("sigmoid", "softmax"),
+            f"gate is {' or '.join(GATES)}": self.gate in GATES,
             "group_score is top2 or max": self.group_score in ("top2", "max"),
             "n_groups divides n_experts": self.n_experts % groups == 0,
             "top_groups is at most n_groups": self.top_groups <= groups,
@@ -274,14 +284,15 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.hidden))
-        if config.gate == "sigmoid":
+        self.gate = GATES[config.gate]
+        if self.gate.balanced:
             self.register_buffer("bias", torch.zeros(config.n_experts))  # moves selection only, never weights
         self.register_buffer("load", torch.zeros(config.n_experts, dtype=torch.long), persistent=False)
 
     def forward(self, x: Activation, batch: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, H] -> expert ids [T, K] int32, gate weights [T, K] float32, and in training the balance losses [B]."""
         logits_TE = quant.router_linear(x, self.weight)
-        scores_TE = logits_TE.sigmoid() if self.config.gate == "sigmoid" else logits_TE.softmax(-1)
+        scores_TE = self.gate.score(logits_TE)
         ids_TK = self.select(scores_TE.detach())
         weights_TK = self.weigh(scores_TE, ids_TK)
         balance = None
@@ -293,7 +304,7 @@ class Router(nn.Module):
     def select(self, scores_TE: Tensor) -> Tensor:
         """Top-k experts of the top groups by biased score, [T, K] int64."""
         c = self.config
-        biased_TE = scores_TE + self.bias if c.gate == "sigmoid" else scores_TE
+        biased_TE = scores_TE + self.bias if self.gate.balanced else scores_TE
         if c.n_groups > 1:
             grouped_TGE = biased_TE.unflatten(-1, (c.n_groups, -1))
             best = 2 if c.group_score == "top2" else 1
@@ -305,7 +316,7 @@ class Router(nn.Module):
     def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         """Gate weights from the unbiased scores; sigmoid's are renormalised over the chosen."""
         weights_TK = scores_TE.gather(1, ids_TK)
-        if self.config.gate == "sigmoid":  # the floor keeps a row of underflowed scores finite, in backward too
+        if self.gate.renormalise:  # the floor keeps a row of underflowed scores finite, in backward too
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=1e-20)
         return weights_TK * self.config.route_scale
 
@@ -573,7 +584,7 @@ class Model(nn.Module):
         load = load.double()
         mean = load.mean(1, keepdim=True)
         for router, sign in zip(routers, (mean - load).sign()):
-            if move and self.config.gate == "sigmoid":
+            if move and router.gate.balanced:
                 router.bias += self.config.balance_rate * sign.to(router.bias.dtype)
             router.load.zero_()
         return (load.amax(1) / mean.squeeze(1).clamp(min=1 / load.shape[1])).mean().float()
@@ -717,6 +728,8 @@ def _parse_hf(hf: dict) -> ModelConfig:
 
 def _hf_config(c: ModelConfig) -> dict:
     """config.json, but for dtype and token ids. ValueError where that has no word for what c computes."""
+    if c.gate not in _HF_GATES:
+        raise ValueError(f"transformers' DeepSeek models have no gate={c.gate}")
     hf = _HF_FIXED | _HF_GATES[c.gate] | {theirs: getattr(c, ours) for ours, theirs in _HF_FIELDS.items()}
     hf |= dict(architectures=[f"Deepseek{hf['model_type'][-2:].upper()}ForCausalLM"], q_lora_rank=c.q_lora or None,
                num_key_value_heads=c.n_heads, num_nextn_predict_layers=int(c.mtp), rope_theta=c.rope_base)
@@ -891,7 +904,7 @@ def parameter_count(config: ModelConfig) -> dict[str, int]:
     attention += c.hidden * (c.kv_lora + c.rope_dim) + c.kv_lora
     attention += c.kv_lora * c.n_heads * (c.nope_dim + c.v_dim) + c.n_heads * c.v_dim * c.hidden
     norms, dense, expert = 2 * c.hidden, 3 * c.hidden * c.dense_width, 3 * c.hidden * c.expert_width
-    router = c.n_experts * c.hidden + (c.n_experts if c.gate == "sigmoid" else 0)
+    router = c.n_experts * c.hidden + (c.n_experts if GATES[c.gate].balanced else 0)
     outside = c.vocab_size * c.hidden  # embedding, and as much again for the head
     moe = lambda chosen: attention + norms + router + (chosen + c.n_shared) * expert
     total = 2 * outside + c.hidden + c.n_dense * (attention + norms + dense) + c.n_moe * moe(c.n_experts)

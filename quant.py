@@ -57,7 +57,7 @@ if torch.cuda.is_available():
         kernels = None  # no Triton on this machine: what is not quantised works all the same
 
 TILE = 128   # FP8: elements a scale, along a row or each side of a block
-BLOCK = 32   # MXFP4: elements a scale
+BLOCK = 32   # MXFP4: elements a scale, a multiple of 8 that divides TILE; kernels.MX is the same number
 NAN_CODE = 0x7F  # E4M3
 
 
@@ -343,9 +343,10 @@ class Recipe:
     wire: str = "bf16"     # dispatch: bf16 | fp8 | fp4; fp8-fp8 | fp4-fp8 send the combine in FP8 as well
 
     def __post_init__(self):
-        allowed = {"compute": ("bf16", "fp8"), "wire": ("bf16", "fp8", "fp4", "fp8-fp8", "fp4-fp8")}
+        kept = "bf16", "fp8", "fp4"
+        allowed = {"compute": ("bf16", "fp8"), "save": kept, "save_h": kept, "wire": (*kept, "fp8-fp8", "fp4-fp8")}
         for field in fields(self):
-            choices, value = allowed.get(field.name, tuple(WIDTH)), getattr(self, field.name)
+            choices, value = allowed[field.name], getattr(self, field.name)
             if value not in choices:
                 raise ValueError(f"{field.name} is one of {', '.join(choices)}; got {value!r}")
 
@@ -381,7 +382,9 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation, quantised once for all that read it."""
+    """An activation, quantised once for all that read it.
+
+    What a wire sends may be any Fp8 or Fp4 rows (a coarser scale is one repeated for each tile): no reader needs a change."""
     x: Tensor                 # [T, H] in the model's dtype; carries the gradient
     recipe: Recipe
     fp8: Fp8 | None = None    # rows, what FP8 GEMMs and an FP8 wire read

@@ -163,6 +163,10 @@ def test_e2m1_ties(rule):  # CASE 2
     assert (scale.item(), nibbles(data)[:15]) == (127, [7, 0, 2, 2, 4, 4, 6, 6, 1, 5, 7, 8, 10, 14, 8])
 
 
+def test_block_size_is_said_twice_alike():
+    assert kernels.MX.value == quant.BLOCK and 128 % quant.BLOCK == quant.BLOCK % 8 == 0
+
+
 def test_nibble_order():  # CASE 3
     data, scale = check("quantize_fp4_rows", row([.5, 1, 1.5, 2, 3, 4, 6, -.5]))
     assert (data[0, :4].tolist(), scale.item()) == ([0x21, 0x43, 0x65, 0x97], 127)
