@@ -515,7 +515,8 @@ def _documents(spec, encoding):
             documents.append(encode(text, encoding))
     skipped = f"skipped {counts['binary']} binary and {counts['unreadable']} unreadable files"
     if not documents:
-        raise ValueError(f"There is no text in {spec!r}: {len(paths)} files found, {skipped}. Name other files.")
+        raise ValueError(f"There is no text in {spec!r}: {len(paths)} files found, {skipped}. Name other files; a"
+                         f" folder of parquet or jsonl files is hf:FOLDER.")
     tokens, mended = sum(map(len, documents)), counts["mended"]
     _say(f"{spec}: {len(documents)} documents, {tokens} tokens; {mended} with invalid UTF-8 mended; {skipped}")
     return documents
@@ -728,7 +729,9 @@ def make_shards(spec, encoding, out, seed=0, max_tokens=0):
         before = whole[-1]["sha256"] if whole else before
         train = _cut_off(train, max_tokens - done if max_tokens else math.inf)
         _write_shards(out, kind | {"split": "train", "shard": len(whole), "before": before}, train, bar)
-    _say(f"{out}: {bar.n} tokens to train on; train with --data={out}")
+    enough = -(-encoding.n_vocab // 128) * 128
+    _say(f"{out}: {bar.n} tokens to train on, by train.py --data={out} --tokenizer={encoding.name}"
+         f" --model.vocab_size={enough}")
 
 
 def _whole_shards(out, kind):
@@ -934,6 +937,8 @@ def _open_dataset(spec, name, config, split):
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     datasets.disable_progress_bars()
+    if os.path.isfile(name):
+        raise ValueError(f"{name} is a file: name its folder, hf:{os.path.dirname(name) or '.'}.")
     try:
         if not os.path.isdir(name):
             huggingface_hub.HfApi().dataset_info(name, timeout=10)
@@ -1161,5 +1166,6 @@ if __name__ == "__main__":
         print("data.py:", _line(error), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("data.py: stopped; over a Hub dataset the same command goes on", file=sys.stderr)
+        print("data.py: stopped; over a Hub dataset the same command goes on behind its last whole shard",
+              file=sys.stderr)
         sys.exit(130)

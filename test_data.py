@@ -1024,7 +1024,7 @@ def test_command_makes_shards(tmp_path):
     spec = write_documents(tmp_path / "text", [f"document {i}\n" * 9 for i in range(60)])
     done = command(f"--data={spec}", f"--out={tmp_path / 'out' / 'deep'}", "--seed=3")
     assert done.returncode == 0, done.stderr
-    assert "ktoken" in done.stderr and "train with --data=" in done.stderr
+    assert "ktoken" in done.stderr and "--tokenizer=bytes --model.vocab_size=384" in done.stderr
     batches, _ = data.open_data(str(tmp_path / "out" / "deep"), BYTES, 3, 16, 4, 4)
     of_text, _ = data.open_data(spec, BYTES, 3, 16, 4, 4)
     assert torch.equal(batches.next()[0], of_text.next()[0])

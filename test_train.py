@@ -732,7 +732,7 @@ def folder_of(tmp_path, **files):
     (["--seq_len=65"], "--seq_len=65 is more than --model.max_seq_len=64"), (["--data=/proc/self/mem"], "1 unreadable"),
     (["--out_dir="], "--out_dir is empty"), (["--out_dir=/dev/null/run"], "Cannot write /dev/null/run (Not a dir"),
     (["--out_dir=/proc/run"], "Cannot write /proc/run"), (["--model.vocab_size=256"], "--model.vocab_size=384"),
-    (["--init_from=nowhere"], "nowhere is no complete checkpoint"), (["--init_from=hf:nowhere"], "nowhere/config.json"),
+    (["--init_from=nowhere"], "nowhere is no complete checkpoint"), (["--init_from=hf:nowhere"], "hf download NAME"),
     (["--data=hf:nowhere/at/all"], "no dataset"), (["--tokenizer=hf:nowhere"], "nowhere"),
     (["--resume=hf:nowhere"], "is no complete checkpoint"), (["--wamup=3"], "--warmup"),
     (["exprot", "a"], "no flag exprot"), ([""], "--help"), (["export"], "run, folder"),
@@ -820,7 +820,7 @@ def test_a_model_that_contradicts_the_checkpoint_is_one_line(micro, refused, fin
         assert f"has --model.{name}={MICRO[name]}, this run has --model.{name}={value}" in line
     out_dir = shutil.copytree(finished, micro().out_dir)
     assert f"--model.{name}={value}" in refused(*flags(micro(model=model, steps=3, resume="auto", out_dir=out_dir)))
-    assert "--model.n_layers=2" in refused(*flags(micro(model={}, preset="small", steps=3, resume="auto")))
+    assert "leave out --preset" in refused(*flags(micro(model={}, preset="small", steps=3, resume="auto")))
 
 
 def test_export_refuses_in_one_line(refused, finished, tmp_path):
@@ -1003,3 +1003,17 @@ def test_plot_names_the_extra_it_needs(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"pip install '\.\[plot\]'"):
         bench.plot_runs([], tmp_path / "x.png")
+
+
+def test_resume_takes_the_settings_of_its_run(micro):
+    """What flags do not say comes from the run, its model with it; what they say counts."""
+    config = micro(steps=2, lr=1e-4, batch_size=3)
+    train.main(config)
+    flags = ["--resume=auto", f"--out_dir={config.out_dir}"]
+    again = train.parse_flags(flags)
+    assert again == replace(config, resume="auto")
+    assert train.parse_flags([*flags, "--steps=4", "--model.mtp_weight=0.1"]) == replace(
+        again, steps=4, model=MICRO | {"mtp_weight": 0.1})
+    assert train.parse_flags(["--resume=auto", f"--out_dir={config.out_dir}-none"]).lr == train.Config().lr
+    train.main(train.parse_flags([*flags, "--steps=3"]))
+    assert [row["lr"] < 1e-3 for row in rows(config.out_dir)] == [True] * 3

@@ -2,7 +2,7 @@
 
     python train.py                                  the defaults: a small model, the Python sources, mxfp4
     torchrun --nproc_per_node=2 train.py --seed=1    data parallel; every field of Config is a flag, --help lists them
-    python train.py --resume=auto                    goes on from the newest complete checkpoint of out_dir
+    python train.py --resume=auto                    goes on from out_dir's newest checkpoint; flags change its settings
     python train.py export out hf_folder             writes out's weights as a Hugging Face DeepSeek checkpoint
 
 What a step computes
@@ -140,7 +140,9 @@ def fail(message):
 
 
 def parse_flags(words):
-    """Config from --field=value, --field value, or --field for a bool. ValueError names the fault; --help exits."""
+    """Config from --field=value, --field value, or --field for a bool; with --resume over the settings of that run.
+
+    ValueError names the fault; --help exits."""
     about, layout = __doc__.partition("\n\nWhat a step")[0], argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(usage="train.py [--FIELD=VALUE ...]", description=about, formatter_class=layout,
                                      allow_abbrev=False)
@@ -156,7 +158,15 @@ def parse_flags(words):
         fail(f"There is no flag {unknown[0]}: try {near[0]}; --help lists all.")
     known = vars(known)
     changes = {name[6:]: known.pop(name) for name in list(known) if name.startswith("model.")}
-    return Config(model=changes, **known)
+    saved = settings_of_run(known) if known.get("resume") else {}
+    return Config(**saved | known | {"model": saved.get("model", {}) | changes})
+
+
+def settings_of_run(known):
+    """The settings, by name, of the run that flags want to go on with: they need not be repeated. {}: there is none."""
+    resume = find_resume(Config(**{name: known[name] for name in ("resume", "out_dir") if name in known}))
+    settings = read_notes(resume)["config"] if resume else {}
+    return {f.name: settings[f.name] for f in fields(Config) if f.name in settings}
 
 
 # ---- ranks ----
@@ -323,6 +333,9 @@ def choose_model(config, resume):
     if not source:
         return dataclasses.replace(PRESETS[config.preset or "tiny"], **config.model)
     if folder := hf_folder(source):
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"There is no folder {folder}: --init_from=hf:DIR takes a checkpoint on this disk,"
+                                    f" such as `hf download NAME --local-dir DIR` makes.")
         brought, free = model.config_from_hf(folder), MAY_CHANGE | {"mtp"}  # its tensors may be there or not
     else:
         source = find_checkpoint(source)
@@ -331,13 +344,13 @@ def choose_model(config, resume):
     for name, now in asdict(asked).items():
         if getattr(brought, name) != now and name not in free:
             raise ValueError(f"{source} has --model.{name}={getattr(brought, name)}, this run has --model.{name}={now}:"
-                             f" leave out --preset and this flag, or begin a new run.")
+                             f" leave out --preset and this flag{', or begin a new run' * bool(resume)}.")
     return dataclasses.replace(brought, **config.model)
 
 
 def hf_folder(name):
-    """DIR of hf:DIR, else nothing."""
-    return os.path.expanduser(str(name)[3:]) if str(name).startswith("hf:") else ""
+    """DIR of hf:DIR, wherever this process will be later, else nothing."""
+    return os.path.abspath(os.path.expanduser(str(name)[3:])) if str(name).startswith("hf:") else ""
 
 
 def hold(out_dir, model_config):
@@ -692,12 +705,13 @@ def open_tokenizer(config, model_config, resume):
     name, source = config.tokenizer, resume or config.init_from
     if not name and source:
         name = source if hf_folder(source) else read_notes(find_checkpoint(source))["tokenizer"]
-    encoding = data.tokenizer(name or "bytes")
+    name = f"hf:{hf_folder(name)}" if hf_folder(name) else name or "bytes"
+    encoding = data.tokenizer(name)
     if encoding.n_vocab > model_config.vocab_size:
-        enough = math.ceil(encoding.n_vocab / 128) * 128
-        raise ValueError(f"The tokenizer {name or 'bytes'} has {encoding.n_vocab} ids, more than the model's vocab_size"
-                         f" {model_config.vocab_size}: pass --model.vocab_size={enough}.")
-    return name or "bytes", encoding
+        enough = f"pass --model.vocab_size={math.ceil(encoding.n_vocab / 128) * 128}"
+        raise ValueError(f"The tokenizer {name} has {encoding.n_vocab} ids, more than the model's vocab_size"
+                         f" {model_config.vocab_size}: {'use that of the checkpoint' if source else enough}.")
+    return name, encoding
 
 
 def open_data(config, encoding, resume):
@@ -795,21 +809,25 @@ def export(words):
     parser.add_argument("run", help="an --out_dir, or one of its checkpoints <out_dir>/ckpt/<step>")
     parser.add_argument("folder", help="to be made: config.json, *.safetensors and, if there is one, tokenizer.json")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the weights [bf16]")
+    parser.add_argument("--tokenizer", help="hf:DIR, where its files are now [the run's tokenizer]")
     options = parser.parse_args(words)
     checkpoint = find_checkpoint(options.run)
     notes = read_notes(checkpoint)
+    tokenizer = options.tokenizer or notes["tokenizer"]
+    source = Path(hf_folder(tokenizer) or os.devnull)
+    if hf_folder(tokenizer) and not (source / "tokenizer.json").exists():
+        fail(f"{source} has no tokenizer.json any more: name its folder now as --tokenizer=hf:DIR.")
     with torch.device("meta"):
         net = Model(notes["model"])
     net.to_empty(device="cpu")
     load_checkpoint(checkpoint, {"model": net.state_dict()})
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
     model.save_hf(net, options.folder, dtype, notes["end_of_text"])
-    source = Path(hf_folder(notes["tokenizer"]) or os.devnull)
     files = [source / name for name in ("tokenizer.json", "tokenizer_config.json") if (source / name).exists()]
     for file in files:
         shutil.copy(file, options.folder)
     print(f"{checkpoint} is now {options.folder}, in {options.dtype}"
-          + f"; its tokenizer, {notes['tokenizer']}, has no tokenizer.json and was left out" * (not files))
+          + f"; its tokenizer, {tokenizer}, has no tokenizer.json and was left out" * (not files))
 
 
 if __name__ == "__main__":
@@ -818,5 +836,6 @@ if __name__ == "__main__":
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         print("train.py:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:  # before the first step
+    except KeyboardInterrupt:
+        print("train.py: stopped before the first step", file=sys.stderr)
         sys.exit(130)
