@@ -533,6 +533,41 @@ def test_token_counts_do_not_recompile():  # CASE 9: nothing is tuned or compile
     assert not compiled
 
 
+@pytest.mark.skipif(CUDA, reason="there quant.py calls the kernels anyway")
+def test_a_model_through_the_kernels(monkeypatch):
+    """Loss and gradients of a whole model are the reference's, bit for bit, with every conversion made by its kernel."""
+    from dataclasses import replace
+
+    from model import PRESETS, Model
+    small = dict(n_layers=2, hidden=96, dense_width=96, n_heads=1, nope_dim=16, rope_dim=16, v_dim=16, q_lora=32, kv_lora=32,
+                 n_experts=4, expert_width=80, vocab_size=50)
+    torch.manual_seed(0)
+    net, ids = Model(replace(PRESETS["tiny"], **small)), torch.randint(0, 50, (2, 1, 37))
+    net.recipe = quant.Recipe("fp8", "fp4", "fp4", "fp4-fp8")
+
+    def gradients():
+        quant.new_epoch()
+        net.zero_grad()
+        net(*ids)[1].backward()
+        return [p.grad.clone() for p in net.parameters()]
+
+    want, called = gradients(), set()
+
+    def through(name):
+        def convert(*args):
+            called.add(name)
+            out = run(name, *(a.detach() if isinstance(a, torch.Tensor) else a for a in args))
+            pairs = [(Fp4 if data.dtype == torch.uint8 else Fp8)(data, scale) for data, scale in zip(out[::2], out[1::2])]
+            return pairs[0] if len(pairs) == 1 else tuple(pairs)
+        return convert
+
+    names = {*FROM_FLOAT, *FROM_FP8, *FROM_FP4}
+    for name in names:
+        monkeypatch.setattr(quant, name, through(name))
+    assert_same(gradients(), want)
+    assert called >= names - {"quantize_fp8_blocks", "fp8_to_fp4", "fp8_rows_to_cols"}
+
+
 @pytest.mark.skipif(CUDA, reason="there `python bench.py kernels` runs")
 def test_bench_calls_every_kernel(monkeypatch):
     """The bench's table on a small shape, with launches and clocks left out."""

@@ -662,7 +662,7 @@ class Run(typing.NamedTuple):
 
 
 def start(config, device, dtype, recipe, recompute, model_config, resume):
-    """The Run that a Config asks for, new or resumed: first the text, then the model. The rest is what `check` gave."""
+    """The Run that a Config asks for, new or resumed, the text, which takes longest, last. `check` gave the rest."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it as it starts; deterministic needs it
     torch.use_deterministic_algorithms(config.deterministic)
     if device.type == "cuda":
@@ -671,8 +671,7 @@ def start(config, device, dtype, recipe, recompute, model_config, resume):
     if world_size() > 1:
         together(open_tokenizer, config, model_config, resume, here=rank() == 0)  # what it downloads, all find
     name, encoding = together(open_tokenizer, config, model_config, resume)
-    batches, val_batches = together(open_data, config, encoding, resume)
-    check_ranks_agree(asdict(config) | batches.identity | {"checkpoint to resume": resume and resume.name})
+    check_ranks_agree(asdict(config) | {"checkpoint to resume": resume and resume.name})
 
     torch.manual_seed(config.seed)  # the same weights on every rank
     with device:
@@ -697,6 +696,8 @@ def start(config, device, dtype, recipe, recompute, model_config, resume):
         together(model.fill_from_hf, net, folder)
     elif config.init_from:
         load_checkpoint(find_checkpoint(config.init_from), {"model": state["model"]})
+    batches, val_batches = together(open_data, config, encoding, resume)
+    check_ranks_agree(batches.identity)
     return Run(device, net, optimizer, encoding, batches, val_batches, counts, origin)
 
 
