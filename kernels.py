@@ -834,10 +834,10 @@ def _fp8_rows_to_cols(data, d_row, d_col, scale, i_row, i_col, index, end, rows8
         _store(rows_scale, _joined(s0, s1, s2, s3), row0, c, _origin(tile_k, 1), tl.arange(0, 1), r_row, r_col, M,
                tl.cdiv(K, 128))
     e01, e23 = tl.maximum(_exponent(s0), _exponent(s1)), tl.maximum(_exponent(s2), _exponent(s3))
-    top = tl.max(tl.maximum(e01, e23), 0)[None, :]  # [1, 1]
+    top = tl.max(tl.maximum(e01, e23))  # a scalar: kept as [1, 1] it makes triton 3.7 spill
     words = _words_of_columns(_lowered(c0, s0, top), _lowered(c1, s1, top), _lowered(c2, s2, top), _lowered(c3, s3, top))
     _store_cols(data8, words, tile_m, tile_k, 128, pitch, K)
-    _store_scale_of_cols(scale8, _fp8_scale(top, top == NO_NUMBER), tile_m, tile_k, 1, s_row, s_col, tl.cdiv(K, 128))
+    tl.store(scale8 + tile_k.to(tl.int64) * s_row + tile_m.to(tl.int64) * s_col, _fp8_scale(top, top == NO_NUMBER))
 
 
 # -----------------------------------------------------------------------------

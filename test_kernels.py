@@ -652,7 +652,7 @@ def every_launch():
     yield "sum_rows", [x, pair.view(32, 8)], False
 
 
-SPILLS = {"swiglu_backward": 48}  # bytes a thread; see NOTES.md
+SPILLS = {"swiglu_backward": 160}  # bytes a thread: what triton 3.6, 3.7 and 3.8 leave; NOTES.md says why
 
 
 def compile_all():
