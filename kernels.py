@@ -46,7 +46,7 @@ their PTX: a test looks), and no multiply-add is fused but where it is written.
 
 Offsets from a tile's origin are 64-bit (300 001 x 7168 elements pass 2^31), inside a tile 32-bit; tiles are counted along
 grid x (y and z end at 65 535). Widths are compile-time constants: a model has few, and masks and strides fold away.
-Outputs are contiguous but for FP8 scales, and every byte of them is written.
+Every byte of an output is written. Data is contiguous, but cols and transposed weights begin a row at a whole word.
 
 Legend: M rows (tokens, or token-expert pairs after fan-out), K columns, weights [E experts, N, K], I expert width, T tokens;
 inside a tile R rows, C columns. `x_row`, `x_col` are strides in elements.
@@ -69,7 +69,8 @@ MX = tl.constexpr(32)  # MXFP4: elements a scale, as quant.BLOCK says
 PER_TILE, OCTETS = tl.constexpr(128 // MX.value), tl.constexpr(MX.value // 8)  # blocks in 128 columns; words of codes in a block
 BOTH_WAYS = 16  # a width that it does not divide is written as rows and as columns by two launches: triton 3.6 spoils the
 # bytes of one where a thread's are not neighbours
-# Added to a magnitude, these carry into its exponent just where the scale must be a power of two larger (see _raised).
+# Added to a magnitude m * 2^k, these carry into its exponent just where the scale must be a power of two larger. With
+# CARRY_FP8, 1.75 = 0x3FE00000 becomes 0x3FFFFFFF, exponent 127 still; the next float32, 0x3FE00001, becomes 0x40000000, 128.
 CARRY_FP8 = tl.constexpr(0x1FFFFF)  # mantissa above 1.75: 448 is 1.75 * 2^8
 CARRY_MX = {"floor": 0, "even": 0x200000, "ceil": 0x3FFFFF}  # never; from 1.75 on; above 1.5: 6 is 1.5 * 2^2
 CARRY_EVEN = tl.constexpr(CARRY_MX["even"])
@@ -479,18 +480,10 @@ def _decode_e2m1(words, low, high, sign):
 # scale rules
 
 @triton.jit
-def _raised(amax, CARRY: tl.constexpr):
-    """Biased exponent of a magnitude m * 2^k: k + 127, and one more where m reaches what CARRY stands for.
-
-    With CARRY_FP8: 1.75 = 0x3FE00000 becomes 0x3FFFFFFF, 127; the next float32, 0x3FE00001, becomes 0x40000000, 128."""
-    return (tl.minimum(amax, INF) + CARRY) >> 23  # the bits of a NaN could overflow
-
-
-@triton.jit
 def _fp8_scales(amax):
     """Magnitude -> the scale 2^e with the least e such that amax <= 448 * 2^e, -126 ... 119, and its inverse; NaN for NaN.
 
-    _raised and what follows from it, left in the exponent's place: e + 135, and from that e + 127 and 127 - e."""
+    All in the exponent's place: the raised exponent is e + 135, and from that come e + 127 and 127 - e."""
     raised = tl.minimum(tl.maximum((amax + CARRY_FP8) & INF, 9 << 23), 254 << 23)
     bad = amax >= INF
     scale = _from_bits(tl.where(bad, 0x7FC00000, raised - (8 << 23)))
@@ -503,18 +496,18 @@ def _fp8_scale(e, bad):
 
 
 @triton.jit
-def _mx_scale(amax, e, CARRY: tl.constexpr):
-    """Magnitude times 2^e -> E8M0 byte by the rule of CARRY; 0 for a block of zeros alone, 255 for Inf and NaN."""
-    byte = tl.minimum(tl.maximum(_raised(amax, CARRY) - 2 + e, 1), 252)
-    return tl.where(amax == 0, 0, tl.where(amax < INF, byte, MX_NAN))
+def _mx_scales(amax, CARRY: tl.constexpr):
+    """Magnitude -> E8M0 byte by the rule of CARRY, and the bits of half its scale's inverse. 0 is for a block of zeros alone."""
+    raised = tl.minimum(tl.maximum((amax + CARRY) & INF, 3 << 23), 254 << 23)  # byte + 2, in the exponent's place
+    byte = tl.where(amax >= INF, MX_NAN, tl.where(amax == 0, 0, (raised >> 23) - 2))
+    return byte, (255 << 23) - raised
 
 
 @triton.jit
-def _mx_scales(amax, CARRY: tl.constexpr):
-    """Magnitude -> E8M0 byte, and bits of half the inverse of its scale: _mx_scale in the exponent's place, as above."""
-    raised = tl.minimum(tl.maximum((amax + CARRY) & INF, 3 << 23), 254 << 23)  # byte + 2
-    byte = tl.where(amax >= INF, MX_NAN, tl.where(amax == 0, 0, (raised >> 23) - 2))
-    return byte, (255 << 23) - raised
+def _mx_byte(amax, e):
+    """The byte of a magnitude times 2^e, which itself may be no float32, by the rule "even"."""
+    byte = tl.minimum(tl.maximum(((tl.minimum(amax, INF) + CARRY_EVEN) >> 23) - 2 + e, 1), 252)
+    return tl.where(amax == 0, 0, tl.where(amax < INF, byte, MX_NAN))
 
 
 @triton.jit
@@ -710,7 +703,7 @@ def _fp8_to_fp4(data, scale, s_row, s_col, data4, scale4, M, K: tl.constexpr, R:
     e = _spread(_exponent(scales), PER_TILE)
     top = tl.max(_blocks(_largest_code(a, b), OCTETS), 2)
     amax = tl.where((top == E4M3_NAN) | (e == NO_NUMBER), INF, _bits(_decode_e4m3(top.to(tl.uint8))))
-    byte = _mx_scale(amax, e, CARRY_EVEN)
+    byte = _mx_byte(amax, e)
     half = tl.minimum(tl.maximum(e - byte + 126 + 15, 0), 30) << 10  # 2^(e - (byte - 127) - 1), a float16
     codes = _codes_to_e2m1(a, b, _spread(half | (half << 16), OCTETS))
     codes = tl.where(_spread(byte, OCTETS) == MX_NAN, 0, codes)
@@ -1052,7 +1045,7 @@ def _bytes(data):
 
 
 def _words(x):
-    """x [.., K] as 32-bit words, copied where its strides do not allow that."""
+    """x [.., K] as 32-bit words, copied where its strides do not allow that; a new output's always do."""
     if x is None:
         return None
     if not x.numel():
