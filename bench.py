@@ -274,15 +274,27 @@ def copy_speed():
     return 2 * size / median_us(lambda: target.copy_(source)) / 1e6
 
 
-def median_us(work):
-    """Median time of a launch on the GPU in us, the L2 cache flushed before each."""
-    from triton.testing import do_bench
+def median_us(work, runs=25):
+    """Median time of a call on the GPU in us, the L2 cache flushed before each.
 
-    return 1e3 * do_bench(work, warmup=10, rep=40, return_mode="median")
+    The GPU sleeps between flush and call for as long as the CPU needs to send the call, whose launches so follow one
+    another without a gap."""
+    cycles = int(3000 * host_us(work, launches=3))  # at 2 GHz half as long again
+    flush, times = torch.empty(2**28, dtype=torch.uint8, device="cuda"), []
+    for _ in range(runs):
+        flush.zero_()
+        torch.cuda._sleep(cycles)
+        times.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+        times[-1][0].record()
+        work()
+        times[-1][1].record()
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(start.elapsed_time(stop) for start, stop in times)
 
 
 def host_us(work, launches=20):
-    """What a call costs the CPU, in us, while the GPU is busy elsewhere or done."""
+    """What a call costs the CPU, in us; the first, which may compile, is not counted."""
+    work()
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(launches):
