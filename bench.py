@@ -365,6 +365,7 @@ def kernel_rows(shape, groups, copy):
                    through(q, k.quantize_fp8_rows), "by way of bfloat16")
         yield line(f"{name} fan-out cols", lambda: cols(*q, *index), f["M"] * (size + 1), f["T"] * size + f["M"],
                    through(q, quantize_cols), "by way of bfloat16")
+    yield line("bf16 fan-out rows", lambda: k.bf16_fan_out_rows(x, *index), f["M"] * 4, f["T"] * 2 + f["M"] * 2)
     yield line("fp8 fan-out rows and cols", lambda: k.fp8_fan_out_cols(x8, s8, *index, True), f["M"] * (2 * fp8 + 1),
                f["T"] * fp8 + f["M"] * (fp8 + 1),
                lambda: (k.fp8_fan_out_rows(x8, s8, *index), k.fp8_fan_out_cols(x8, s8, *index)), "one after the other")

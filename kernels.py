@@ -731,12 +731,24 @@ def _fp4_to_fp8_rows(table, data, byte, index, end, data8, scale8, s_row, s_col,
 
 
 @triton.jit
-def _fp4_quad(j: tl.constexpr, data, byte, index, row0, tile_k, M, K: tl.constexpr, PER: tl.constexpr, C: tl.constexpr):
-    """Words and block bytes of rows 4i + j."""
-    rows = _source(index, row0, _quad(j), M, PER)
-    words = _gather(data, rows, _origin(tile_k, C // 8), tl.arange(0, C // 8), K // 8, 1, K // 8, 0)
-    b = _gather(byte, rows, _origin(tile_k, C // MX), tl.arange(0, C // MX), K // MX, 1, K // MX, 0)
-    return words, b.to(tl.int32)
+def _fp4_row(r: tl.constexpr, data, byte, index, row0, tile_k, M, K: tl.constexpr, PER: tl.constexpr):
+    """Of rows r, 16 + r, ..., 112 + r four words for each of 32 threads, [32] each, and the bytes of the words' blocks."""
+    g, q = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4
+    rows, at = _source(index, row0, 16 * g + r, M, PER), _origin(tile_k, 16) + 4 * q
+    words = _gather_at(data, rows, at, tl.arange(0, 4), K // 8)
+    b = ()
+    for n in tl.static_range(0, 4, OCTETS):
+        k = (at + n) // OCTETS
+        b += (tl.load(byte + rows * (K // MX) + k, mask=(rows >= 0) & (k < K // MX), other=0).to(tl.int32),)
+    w0, w1, w2, w3 = _quarters(words)
+    return (tl.reshape(w0, (32,)), tl.reshape(w1, (32,)), tl.reshape(w2, (32,)), tl.reshape(w3, (32,))), b
+
+
+@triton.jit
+def _gather_at(ptr, rows, at, c, width):
+    """Elements c from column `at` on, which is each row's own."""
+    inside = (rows >= 0) & (at < width)
+    return tl.load(ptr + (rows * width + at)[:, None] + c[None, :], mask=inside[:, None], other=0)
 
 
 @triton.jit
@@ -751,43 +763,61 @@ def _transpose_words(a, b, c, d):
 
 @triton.jit
 def _fp4_to_fp8_cols(table, data, byte, index, end, data8, scale8, s_row, s_col, M, K: tl.constexpr, pitch,
-                     PER: tl.constexpr, C: tl.constexpr):
-    """MXFP4 rows -> FP8 cols [K, pitch] in words, one scale [K/128, M/128] a 128x128 tile: as exact as rows."""
+                     PER: tl.constexpr):
+    """MXFP4 rows -> FP8 cols [K, pitch] in words, one scale [K/128, M/128] a 128x128 tile: as exact as rows.
+
+    One warp a tile: a thread holds 32 columns of 16 neighbouring rows, which are 16 neighbouring bytes of each column."""
     tile_m, tile_k = _tile_down(M)
     row0 = _origin(tile_m, 128)
+    N: tl.constexpr = (4 + OCTETS - 1) // OCTETS  # block bytes of four words
     if _past_end(end, row0):
         return
-    w0, b0 = _fp4_quad(0, data, byte, index, row0, tile_k, M, K, PER, C)
-    w1, b1 = _fp4_quad(1, data, byte, index, row0, tile_k, M, K, PER, C)
-    w2, b2 = _fp4_quad(2, data, byte, index, row0, tile_k, M, K, PER, C)
-    w3, b3 = _fp4_quad(3, data, byte, index, row0, tile_k, M, K, PER, C)
-    top = tl.max(tl.maximum(tl.maximum(b0, b1), tl.maximum(b2, b3)), 0)[None, :]
-    e, bad = _fp8_of_mx(tl.max(_blocks(top, PER_TILE), 2))  # [1, C/128]
-    base, broken = _spread(e, PER_TILE) + 127, tl.broadcast_to(_spread(bad, 16), w0.shape)
-    f0, s0 = _decode_e2m1(w0, *_look_up(table, _spread(b0 - base, OCTETS), broken))
-    f1, s1 = _decode_e2m1(w1, *_look_up(table, _spread(b1 - base, OCTETS), broken))
-    f2, s2 = _decode_e2m1(w2, *_look_up(table, _spread(b2 - base, OCTETS), broken))
-    f3, s3 = _decode_e2m1(w3, *_look_up(table, _spread(b3 - base, OCTETS), broken))
-    c0, c1, c2, c3 = _transpose_words(f0, f1, f2, f3)
-    c4, c5, c6, c7 = _transpose_words(s0, s1, s2, s3)
-    even = tl.interleave(tl.interleave(c0, c4), tl.interleave(c2, c6))  # columns 0 2 4 6 of each eight
-    odd = tl.interleave(tl.interleave(c1, c5), tl.interleave(c3, c7))
-    _store_cols(data8, tl.interleave(even, odd), tile_m, tile_k, C, pitch, K)
-    _store_scale_of_cols(scale8, _fp8_scale(e, bad), tile_m, tile_k, C // 128, s_row, s_col, tl.cdiv(K, 128))
+    words, blocks, tables = (), (), ()
+    for r in tl.static_range(16):
+        w, b = _fp4_row(r, data, byte, index, row0, tile_k, M, K, PER)
+        words, blocks = words + w, blocks + b
+    top = blocks[0]
+    for i in tl.static_range(1, 16 * N):
+        top = tl.maximum(top, blocks[i])
+    e, bad = _fp8_of_mx(tl.max(top))  # a block of zeros has the least byte, so it never decides
+    for i in tl.static_range(16 * N):
+        tables += (_look_up(table, blocks[i] - 127 - e, bad),)
+    for w in tl.static_range(4):
+        columns = ()
+        for r in tl.static_range(0, 16, 4):
+            f0, s0 = _decode_e2m1(words[4 * r + w], *tables[N * r + w // OCTETS])
+            f1, s1 = _decode_e2m1(words[4 * r + 4 + w], *tables[N * r + N + w // OCTETS])
+            f2, s2 = _decode_e2m1(words[4 * r + 8 + w], *tables[N * r + 2 * N + w // OCTETS])
+            f3, s3 = _decode_e2m1(words[4 * r + 12 + w], *tables[N * r + 3 * N + w // OCTETS])
+            columns += _transpose_words(f0, f1, f2, f3) + _transpose_words(s0, s1, s2, s3)
+        for j in tl.static_range(8):
+            _store_16_rows(data8, columns[j], columns[8 + j], columns[16 + j], columns[24 + j], tile_m, tile_k, 8 * w + j, pitch, K)
+    tl.store(scale8 + tile_k.to(tl.int64) * s_row + tile_m.to(tl.int64) * s_col, _fp8_scale(e, bad))
+
+
+@triton.jit
+def _store_16_rows(data, a, b, c, d, tile_m, tile_k, j: tl.constexpr, pitch, K: tl.constexpr):
+    """Words [32] of rows 16g, 16g + 4, 16g + 8, 16g + 12 and the three behind each, of columns 32q + j -> [K, pitch]."""
+    words, t = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (32, 4)), tl.arange(0, 32)
+    k = (_origin(tile_k, 128) + 32 * (t % 4) + j)[:, None]
+    m = (tile_m * 32 + 4 * (t // 4))[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(data + k * pitch + m, words, mask=(k < K) & (m < pitch))
 
 
 @triton.jit(do_not_specialize=["M"])
-def _fp8_fan_out_rows(data, d_row, d_col, scale, i_row, i_col, index, end, data8, scale8, s_row, s_col, M, K: tl.constexpr,
-                      PER: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """FP8 rows -> the same rows where the index wants them."""
+def _fan_out_rows(data, d_row, d_col, scale, i_row, i_col, index, end, out, out_scale, s_row, s_col, M, K: tl.constexpr,
+                  PER: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Rows of K bytes, with their FP8 scales if any -> the same rows where the index wants them."""
     tile_m, tile_k = _tile(K, C)
     row0, r, n = _origin(tile_m, R), tl.arange(0, R), tl.arange(0, C // 128)
     if _past_end(end, row0):
         return
     rows = _source(index, row0, r, M, PER)
-    codes = _gather(data, rows, _origin(tile_k, C), tl.arange(0, C), d_row, d_col, K, 0)
-    scales = _gather(scale, rows, _origin(tile_k, C // 128), n, i_row, i_col, tl.cdiv(K, 128), LEAST_SCALE)
-    _store_fp8_rows(data8, scale8, s_row, s_col, codes, scales, row0, r, tile_k, C, M, K)
+    _store(out, _gather(data, rows, _origin(tile_k, C), tl.arange(0, C), d_row, d_col, K, 0), row0, r, _origin(tile_k, C),
+           tl.arange(0, C), K, 1, M, K)
+    if scale is not None:
+        scales = _gather(scale, rows, _origin(tile_k, C // 128), n, i_row, i_col, tl.cdiv(K, 128), LEAST_SCALE)
+        _store(out_scale, scales, row0, r, _origin(tile_k, C // 128), n, s_row, s_col, M, tl.cdiv(K, 128))
 
 
 @triton.jit
@@ -1040,7 +1070,7 @@ def _launch(kernel, programs, *args, num_warps=4, **constants):
 
 
 def _bytes(data):
-    """FP8 codes as kernels see them: integers."""
+    """FP8 codes, or any rows whose numbers do not matter, as kernels see them: bytes."""
     return None if data is None else data.view(torch.uint8)
 
 
@@ -1206,18 +1236,30 @@ def fp4_fan_out_rows(data, scale, index=None, end=None, per=1):
 def fp4_fan_out_cols(data, scale, index=None, end=None, per=1):
     """MXFP4 rows -> FP8 cols: data [K, M], scale [ceil(K/128), ceil(M/128)], one value a 128x128 tile."""
     K, M = data.shape[1] * 2, len(data) if index is None else len(index)
-    fp8, C = _new_fp8_cols(data, K, M), _columns(K, 256)
-    _launch(_fp4_to_fp8_cols, triton.cdiv(M, 128) * triton.cdiv(K, C), _e2m1_table(data.device), _words(data), scale.contiguous(),
-            index, end, _words(fp8[0]), *_fp8_out(fp8)[1:], M, K, triton.cdiv(M, 4), per, C)
+    fp8 = _new_fp8_cols(data, K, M)
+    _launch(_fp4_to_fp8_cols, triton.cdiv(M, 128) * triton.cdiv(K, 128), _e2m1_table(data.device), _words(data),
+            scale.contiguous(), index, end, _words(fp8[0]), *_fp8_out(fp8)[1:], M, K, triton.cdiv(M, 4), per,
+            num_warps=1)
     return fp8[0][:, :M], fp8[1]
+
+
+def _launch_fan_out(data, scale, out, index, end, per):
+    (_, K), M, C = data.shape, len(out[0]), _columns(data.shape[1], 256)
+    _launch(_fan_out_rows, triton.cdiv(M, 32) * triton.cdiv(K, C), data, *data.stride(), scale,
+            *(scale.stride() if scale is not None else (0, 0)), index, end, *_fp8_out(out), M, K, per, 32, C)
+
+
+def bf16_fan_out_rows(x, index, end=None, per=1):
+    """x [T, K] bfloat16 -> [M, K]."""
+    out = x.new_empty((len(index), x.shape[1]))
+    _launch_fan_out(_bytes(x.contiguous()), None, (out, None), index, end, per)
+    return out
 
 
 def fp8_fan_out_rows(data, scale, index=None, end=None, per=1):
     """FP8 rows -> FP8 rows [M, K]."""
-    K, M = data.shape[1], len(data) if index is None else len(index)
-    fp8, C = _new_fp8_rows(data, M, K), _columns(K, 256)
-    _launch(_fp8_fan_out_rows, triton.cdiv(M, 32) * triton.cdiv(K, C), _bytes(data), *data.stride(), scale, *scale.stride(),
-            index, end, *_fp8_out(fp8), M, K, per, 32, C)
+    fp8 = _new_fp8_rows(data, len(data) if index is None else len(index), data.shape[1])
+    _launch_fan_out(_bytes(data), scale, fp8, index, end, per)
     return fp8
 
 

@@ -422,6 +422,7 @@ def test_fan_out(width):
     g8, g4 = quant._gather(q8, token), quant._gather(q4, token)
     compact = lambda q: (q.data, q.scale[::128])
     args = pair, offsets[-1:], 3
+    assert_same([run("bf16_fan_out_rows", x, *args)[:M]], [quant._gather(x, token)])
     for name, source, want in (("fp4_fan_out_rows", q4, quant.fp4_to_fp8_rows(g4)), ("fp8_fan_out_rows", q8, g8)):
         assert_same([t[:M] for t in run(name, source, *args)], want)
     for name, source, want in (("fp4_fan_out_cols", q4, compact(quant.fp4_to_fp8_cols(g4))),
@@ -592,7 +593,7 @@ def test_bench_calls_every_kernel(monkeypatch):
     rows = list(bench.kernel_rows("v3", "jittered", 4.0))
     assert all(set(row) <= set(bench.KERNEL_COLUMNS) for row in rows) and sum(bool(row["times_pair"]) for row in rows) >= 10
     entries = {"_rms_norm", "_rms_norm_backward", "_quantize_rows", "_quantize_pairs", "_quantize_blocks", "_fp8_to_fp4",
-               "_fp4_to_fp8_rows", "_fp4_to_fp8_cols", "_fp8_fan_out_rows", "_fp8_rows_to_cols", "_swiglu", "_swiglu_backward",
+               "_fp4_to_fp8_rows", "_fp4_to_fp8_cols", "_fan_out_rows", "_fp8_rows_to_cols", "_swiglu", "_swiglu_backward",
                "_sum_rows", "dequantize", "cols"}
     assert entries <= launched
 
@@ -642,6 +643,7 @@ def every_launch():
     pair, end = torch.zeros(256, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
     p, weight = torch.ones(256), torch.ones(7168)
     q8, q4, h, da = quant.quantize_fp8_rows(x), quant.quantize_fp4_rows(x), x[:, :4096].contiguous(), x[:, :2048].contiguous()
+    yield "bf16_fan_out_rows", [x, pair, end, 8], False
     for name in ("fp8_fan_out_rows", "fp8_fan_out_cols"):
         yield name, [q8, pair, end, 8], False
     yield "fp8_fan_out_cols", [q8, pair, end, 8, True], False
