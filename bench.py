@@ -3,6 +3,7 @@
     python bench.py loss --precisions=bf16,fp8,mxfp4 --seeds=0,1 --steps=200    any flag of train.py may follow
     python bench.py plot out/a out/b --out=curves.png
     python bench.py kernels --shapes=v3,v2,v2-lite                              needs a Hopper GPU
+    python bench.py gemm                                                        needs a Hopper GPU
 
 Loss. Does a narrower format cost accuracy? Two seeds of one format end farther apart than two formats do, so formats
 are compared in pairs: runs of one seed start from the same weights and read the same text in the same order, and what
@@ -19,9 +20,11 @@ that does the same by way of another tensor, and whole chains of kernels with on
 """
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import platform
@@ -30,11 +33,13 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 import train
 
@@ -244,17 +249,9 @@ def kernels(args, flags):
         raise ValueError(f"bench.py kernels has no flag {flags[0]}: see bench.py kernels --help.")
     if unknown := set(args.shapes.split(",")) - set(SHAPES):
         raise ValueError(f"--shapes: there is no {min(unknown)}; choose among {', '.join(SHAPES)}.")
-    if not torch.cuda.is_available():
-        raise ValueError("bench.py kernels needs a GPU.")
-    where = environment()
-    card = re.sub(r"^nvidia[ -]*|[^a-z0-9]+", "", where["device"].lower()) or "gpu"
-    out = args.out or Path("results", card, "kernels.csv")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    copy = copy_speed()
-    print(f"{where['device']}: a copy moves {copy:.2f} TB/s (read + write)")
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, KERNEL_COLUMNS)
-        writer.writeheader()
+    with results_file(args.out, "kernels", KERNEL_COLUMNS) as (where, write):
+        copy = copy_speed()
+        print(f"{where['device']}: a copy moves {copy:.2f} TB/s (read + write)")
         for shape in args.shapes.split(","):
             for groups in ("balanced", "jittered"):
                 for row in kernel_rows(shape, groups, copy):
@@ -262,7 +259,24 @@ def kernels(args, flags):
                     share = f"{row['tb_per_s']:6.2f} TB/s {row['percent_of_copy']:5.1f} %" if row["tb_per_s"] else " " * 20
                     print(f"{shape:8}{groups:9}{row['kernel']:34}{row['us']:9.1f} us {share}"
                           f" {row['host_us']:6.1f} us host{times}", flush=True)
-                    writer.writerow(row | {"copy_tb_per_s": round(copy, 3)} | where)
+                    write(row | {"copy_tb_per_s": round(copy, 3)} | where)
+
+
+@contextlib.contextmanager
+def results_file(out, name, columns):
+    """(environment, a function that writes a row) of a table in `out` or results/<card>/<name>.csv. ValueError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"bench.py {name} needs a GPU.")
+    where = environment()
+    card = re.sub(r"^nvidia[ -]*|[^a-z0-9]+", "", where["device"].lower()) or "gpu"
+    out = out or Path("results", card, f"{name}.csv")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_suffix(".part")  # a run that is cut leaves the last table as it was
+    with part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        yield where, writer.writerow
+    part.replace(out)
     print(f"wrote {out}")
 
 
@@ -320,6 +334,20 @@ def route(shape, groups):
 
 def kernel_rows(shape, groups, copy):
     """The rows of the table for one shape, without what is the same in all."""
+    t = layer_tensors(shape, groups)
+    for name, work, moved, unique, pair, label in itertools.chain(conversions(t), data_movement(t), chains(t)):
+        us = median_us(work)
+        speed = moved / us / 1e6  # 0: a chain, for which no bytes are counted
+        yield {"shape": shape, "groups": groups, "kernel": name, "us": round(us, 2), "tb_per_s": round(speed, 3) or None,
+               "percent_of_copy": round(100 * speed / copy, 1) or None, "unique_mb": round((unique or moved) / 1e6, 1) or None,
+               "times_pair": round(median_us(pair) / us, 2) if pair else None, "pair": label, "host_us": round(host_us(work), 1)}
+
+
+FP8, FP4 = 1 + 4 / 128, 1 / 2 + 1 / 32  # bytes an element of rows, scales included
+
+
+def layer_tensors(shape, groups):
+    """What the kernels of one MoE layer read, random, by name."""
     import kernels as k
 
     T, slots, E, H, I, _ = SHAPES[shape]
@@ -327,78 +355,267 @@ def kernel_rows(shape, groups, copy):
     pairs = int((ids >= 0).sum())
     M = int(((torch.bincount(ids[ids >= 0], minlength=E) + 127) // 128 * 128).sum())
     pair, row, offsets, _, shift = k.group_rows(ids, E, M)
-    end, index = offsets[-1:], (pair, offsets[-1:], slots)
-    x, weight = torch.randn(T, H, device="cuda", dtype=torch.bfloat16), torch.randn(H, device="cuda")
-    y, da = torch.randn(M, H, device="cuda", dtype=torch.bfloat16), torch.randn(M, I, device="cuda", dtype=torch.bfloat16)
-    h, p = torch.randn(M, 2 * I, device="cuda", dtype=torch.bfloat16), torch.rand(T * slots, device="cuda")
-    w13 = torch.randn(min(E, 16), 2 * I, H, device="cuda")
-    x8, s8, x4, s4 = k.quantize_fp8_fp4_rows(x)
-    h8, h4 = k.swiglu(h, p, pair, shift, end, pairs)[2:], k.swiglu(h, p, pair, shift, end, pairs, "fp4")[2:]
-    blocks, wide = k.quantize_fp8_blocks(w13)[0].view(torch.uint8), torch.empty(M, H, device="cuda", dtype=torch.bfloat16)
-    through = lambda q, then: lambda: then(dequantize_rows(*q, *index, out=wide))
-    fp8, fp4, f = 1 + 4 / 128, 1 / 2 + 1 / 32, {"T": T * H, "M": M * H, "I": M * I, "P": pairs * 2 * I}
+    new = lambda *size, dtype=torch.bfloat16: torch.randn(*size, device="cuda", dtype=dtype)
+    x, h, p, end = new(T, H), new(M, 2 * I), torch.rand(T * slots, device="cuda"), offsets[-1:]
+    x8, x4 = (lambda q: (q[:2], q[2:]))(k.quantize_fp8_fp4_rows(x))
+    h8, h4 = (k.swiglu(h, p, pair, shift, end, pairs, save)[2:] for save in ("fp8", "fp4"))
+    return types.SimpleNamespace(
+        T=T, H=H, I=I, E=E, M=M, pairs=pairs, ids=ids, pair=pair, row=row, shift=shift, end=end, index=(pair, end, slots), p=p,
+        x=x, weight=new(H, dtype=torch.float32), x8=x8, x4=x4, h=h, h8=h8, h4=h4, da=new(M, I), y=new(M, H),
+        w13=new(min(E, 16), 2 * I, H, dtype=torch.float32), wide=new(M, H))
 
-    def line(name, work, moved, unique=0.0, pair=None, label=""):
-        us = median_us(work)
-        return {"shape": shape, "groups": groups, "kernel": name, "us": round(us, 2), "tb_per_s": round(moved / us / 1e6, 3),
-                "percent_of_copy": round(100 * moved / us / 1e6 / copy, 1), "unique_mb": round((unique or moved) / 1e6, 1),
-                "times_pair": round(median_us(pair) / us, 2) if pair else None, "pair": label, "host_us": round(host_us(work), 1)}
 
-    yield line("group_rows (3 launches)", lambda: k.group_rows(ids, E, M), 12.0 * ids.numel())
-    for what, asked, size in (("bf16", (True,), 2), ("bf16, fp8", (True, True), 2 + fp8), ("fp8", (False, True), fp8),
-                              ("fp4", (False, False, True), fp4), ("bf16, fp8, fp4", (True, True, True), 2 + fp8 + fp4)):
-        both = (lambda: k.quantize_fp8_fp4_rows(k.rms_norm(x, weight, 1e-6)[0])) if len(asked) == 3 and all(asked) else None
-        yield line(f"rms_norm -> {what}", lambda: k.rms_norm(x, weight, 1e-6, *asked), f["T"] * (2 + size), 0, both,
-                   "norm, then quantise" if both else "")
-    yield line("rms_norm_backward", lambda: k.rms_norm_backward(x, x, weight, 1e-6), f["T"] * 6)
-    yield line("quantize_fp8_rows", lambda: k.quantize_fp8_rows(x), f["T"] * (2 + fp8))
-    yield line("quantize_fp4_rows", lambda: k.quantize_fp4_rows(x), f["T"] * (2 + fp4))
-    yield line("quantize_fp8_fp4_rows", lambda: k.quantize_fp8_fp4_rows(x), f["T"] * (2 + fp8 + fp4), 0,
-               lambda: (k.quantize_fp8_rows(x), k.quantize_fp4_rows(x)), "one after the other")
-    yield line("quantize_fp8_weight", lambda: k.quantize_fp8_weight(w13), w13.numel() * 6, 0,
-               lambda: (k.quantize_fp8_blocks(w13), blocks.mT.contiguous()), "quantise, transpose")
-    yield line("fp8_to_fp4", lambda: k.fp8_to_fp4(x8, s8), f["T"] * (fp8 + fp4), 0,
-               lambda: k.quantize_fp4_rows(dequantize_rows(x8, s8)), "by way of bfloat16")
-    for name, q, size in (("fp4", (x4, s4), fp4), ("fp8", (x8, s8), fp8)):
+def case(name, work, moved=0, unique=0, pair=None, label=""):
+    """A row to measure: the call, the bytes it moves, how many of them are unique, the unfused pair and what that is."""
+    return name, work, moved, unique, pair, label
+
+
+def conversions(t):
+    import kernels as k
+
+    n, x = t.T * t.H, t.x
+    for what, asked, size in (("bf16", (True,), 2), ("bf16, fp8", (True, True), 2 + FP8), ("fp8", (False, True), FP8),
+                              ("fp4", (False, False, True), FP4)):
+        yield case(f"rms_norm -> {what}", lambda: k.rms_norm(x, t.weight, 1e-6, *asked), n * (2 + size))
+    yield case("rms_norm -> bf16, fp8, fp4", lambda: k.rms_norm(x, t.weight, 1e-6, True, True, True), n * (2 + 2 + FP8 + FP4), 0,
+               lambda: k.quantize_fp8_fp4_rows(k.rms_norm(x, t.weight, 1e-6)[0]), "norm, then quantise")
+    yield case("rms_norm_backward", lambda: k.rms_norm_backward(x, x, t.weight, 1e-6), n * 6)
+    yield case("quantize_fp8_rows", lambda: k.quantize_fp8_rows(x), n * (2 + FP8))
+    yield case("quantize_fp4_rows", lambda: k.quantize_fp4_rows(x), n * (2 + FP4))
+    yield case("quantize_fp8_fp4_rows", lambda: k.quantize_fp8_fp4_rows(x), n * (2 + FP8 + FP4), 0,
+           lambda: (k.quantize_fp8_rows(x), k.quantize_fp4_rows(x)), "one after the other")
+    yield case("quantize_fp8_rows_and_cols", lambda: k.quantize_fp8_rows_and_cols(x), n * (2 + 2 * FP8))
+    blocks = k.quantize_fp8_blocks(t.w13)[0].view(torch.uint8)
+    yield case("quantize_fp8_weight", lambda: k.quantize_fp8_weight(t.w13), t.w13.numel() * 6, 0,
+           lambda: (k.quantize_fp8_blocks(t.w13), blocks.mT.contiguous()), "quantise, transpose")
+    yield case("fp8_to_fp4", lambda: k.fp8_to_fp4(*t.x8), n * (FP8 + FP4), 0,
+           lambda: k.quantize_fp4_rows(dequantize_rows(*t.x8)), "by way of bfloat16")
+
+
+def data_movement(t):
+    import kernels as k
+
+    T, M, I, P = t.T * t.H, t.M * t.H, t.M * t.I, t.pairs * t.I  # padding is written, not read
+    place = t.p, t.pair, t.shift, t.end
+    yield case("group_rows (3 launches)", lambda: k.group_rows(t.ids, t.E, t.M), 12.0 * t.ids.numel())
+    for name, q, size in (("fp4", t.x4, FP4), ("fp8", t.x8, FP8)):
         rows, cols = getattr(k, f"{name}_fan_out_rows"), getattr(k, f"{name}_fan_out_cols")
-        yield line(f"{name} fan-out rows", lambda: rows(*q, *index), f["M"] * (size + fp8), f["T"] * size + f["M"] * fp8,
-                   through(q, k.quantize_fp8_rows), "by way of bfloat16")
-        yield line(f"{name} fan-out cols", lambda: cols(*q, *index), f["M"] * (size + 1), f["T"] * size + f["M"],
-                   through(q, quantize_cols), "by way of bfloat16")
-    yield line("bf16 fan-out rows", lambda: k.bf16_fan_out_rows(x, *index), f["M"] * 4, f["T"] * 2 + f["M"] * 2)
-    yield line("fp8 fan-out rows and cols", lambda: k.fp8_fan_out_cols(x8, s8, *index, True), f["M"] * (2 * fp8 + 1),
-               f["T"] * fp8 + f["M"] * (fp8 + 1),
-               lambda: (k.fp8_fan_out_rows(x8, s8, *index), k.fp8_fan_out_cols(x8, s8, *index)), "one after the other")
-    for save, kept, size in (("fp8", h8, fp8), ("fp4", h4, fp4)):
-        yield line(f"swiglu, h in {save}", lambda: k.swiglu(h, p, pair, shift, end, pairs, save),
-                   f["I"] * (4 + fp8) + f["P"] * size)
-        yield line(f"swiglu_backward, h in {save}", lambda: k.swiglu_backward(da, p, pair, shift, end, *kept),
-                   f["I"] * (2 + 5 * fp8) + f["P"] * size)
-    yield line("sum_rows", lambda: k.sum_rows(y, row), 2 * H * (pairs + T))
+        yield case(f"{name} fan-out rows", lambda: rows(*q, *t.index), M * (size + FP8), T * size + M * FP8,
+               lambda: k.quantize_fp8_rows(dequantize_rows(*q, *t.index, out=t.wide)), "by way of bfloat16")
+        yield case(f"{name} fan-out cols", lambda: cols(*q, *t.index), M * (size + 1), T * size + M,
+               lambda: quantize_cols(dequantize_rows(*q, *t.index, out=t.wide)), "by way of bfloat16")
+    yield case("fp8 fan-out rows and cols", lambda: k.fp8_fan_out_cols(*t.x8, *t.index, True), M * (2 * FP8 + 1),
+           T * FP8 + M * (FP8 + 1), lambda: (k.fp8_fan_out_rows(*t.x8, *t.index), k.fp8_fan_out_cols(*t.x8, *t.index)),
+           "one after the other")
+    yield case("bf16 fan-out rows", lambda: k.fan_out_rows(t.x, *t.index), M * 4, T * 2 + M * 2)
+    for save, kept, size in (("fp8", t.h8, FP8), ("fp4", t.h4, FP4)):
+        yield case(f"swiglu, h in {save}", lambda: k.swiglu(t.h, *place, t.pairs, save), I * FP8 + P * (4 + 2 * size), 0,
+               lambda: unfused_swiglu(t, save), "then quantise a and h")
+        yield case(f"swiglu_backward, h in {save}", lambda: k.swiglu_backward(t.da, *place, *kept),
+                   I * 5 * FP8 + P * (2 + 2 * size), 0, lambda: unfused_swiglu_backward(t, kept), "dequantise, then quantise")
+    yield case("swiglu_bf16", lambda: k.swiglu_bf16(t.h, t.p, t.pair, t.end), I * 2 + P * 4)
+    yield case("swiglu_backward_bf16", lambda: k.swiglu_backward_bf16(t.da, t.h, t.p, t.pair, t.end),
+               I * 6 + P * 6)
+    yield case("sum_rows", lambda: k.sum_rows(t.y, t.row), 2 * t.H * (t.pairs + t.T))
 
-    def chain(convert, gradient=(x8, s8)):
-        """The chain of one grouped layer but its GEMMs; `convert` is (quantise x, fan it out, and its columns in backward)."""
-        quantise, rows, cols = convert
-        q = quantise(x)
-        rows(q), k.swiglu(h, p, pair, shift, end, pairs), k.sum_rows(y, row)
-        k.quantize_fp8_rows(x), k.fp8_fan_out_cols(*gradient, *index, True)
-        k.swiglu_backward(da, p, pair, shift, end, *h8), cols(q), k.sum_rows(y, row)
 
-    in_fp8 = k.quantize_fp8_rows, lambda q: k.fp8_fan_out_rows(*q, *index), lambda q: k.fp8_fan_out_cols(*q, *index)
-    in_fp4 = k.quantize_fp4_rows, lambda q: k.fp4_fan_out_rows(*q, *index), lambda q: k.fp4_fan_out_cols(*q, *index)
-    by_bf16 = (k.quantize_fp4_rows, lambda q: through(q, k.quantize_fp8_rows)(), lambda q: through(q, quantize_cols)())
-    yield line("chain of a grouped layer, mxfp4", lambda: chain(in_fp4), 0, 0, lambda: chain(in_fp8), "the same in fp8")
-    yield line("chain of a grouped layer, mxfp4", lambda: chain(in_fp4), 0, 0, lambda: chain(by_bf16), "x by way of bfloat16")
+def unfused_swiglu(t, save="fp8"):
+    """swiglu by way of bfloat16: a in bfloat16, then two quantisers."""
+    import kernels as k
 
-    def dense(quantise, cols):
-        """A plain linear: x quantised and kept, its columns in backward; dy as rows, and from them columns."""
-        q = quantise(x)
-        cols(q), k.fp8_fan_out_cols(*k.quantize_fp8_rows(x))
+    quantise = k.quantize_fp8_rows if save == "fp8" else k.quantize_fp4_rows
+    return k.quantize_fp8_rows(k.swiglu_bf16(t.h, t.p, t.pair, t.end)), quantise(t.h)
 
-    plain = lambda: dense(k.quantize_fp8_fp4_rows, lambda q: k.fp4_fan_out_cols(*q[2:]))
-    in_fp8 = lambda: dense(k.quantize_fp8_rows, lambda q: k.fp8_fan_out_cols(*q))
-    yield line("chain of a plain linear, mxfp4", plain, 0, 0, in_fp8, "the same in fp8")
 
+def unfused_swiglu_backward(t, kept):
+    """swiglu_backward by way of bfloat16: h dequantised, dh and a in bfloat16, then quantisers of rows and of columns."""
+    import kernels as k
+
+    dh, a, _ = k.swiglu_backward_bf16(t.da, dequantize_rows(*kept, out=t.h), t.p, t.pair, t.end)
+    return k.quantize_fp8_rows(dh), quantize_cols(dh), quantize_cols(a)
+
+
+def chains(t):
+    """Everything of a layer but its GEMMs: quantise x, fan it out, SwiGLU, sum; dy, SwiGLU backward, the columns of x, sum."""
+    import kernels as k
+
+    place = t.p, t.pair, t.shift, t.end
+
+    def grouped(quantise, rows, cols):
+        q = quantise(t.x)
+        rows(*q, *t.index), k.swiglu(t.h, *place, t.pairs), k.sum_rows(t.y, t.row)
+        k.fp8_fan_out_cols(*k.quantize_fp8_rows(t.x), *t.index, True)
+        k.swiglu_backward(t.da, *place, *t.h8), cols(*q, *t.index), k.sum_rows(t.y, t.row)
+
+    def by_bfloat16():
+        q = k.quantize_fp4_rows(t.x)
+        k.quantize_fp8_rows(dequantize_rows(*q, *t.index, out=t.wide)), unfused_swiglu(t), k.sum_rows(t.y, t.row)
+        dy = dequantize_rows(*k.quantize_fp8_rows(t.x), *t.index, out=t.wide)
+        k.quantize_fp8_rows(dy), quantize_cols(dy), unfused_swiglu_backward(t, t.h8)
+        quantize_cols(dequantize_rows(*q, *t.index, out=t.wide)), k.sum_rows(t.y, t.row)
+
+    mxfp4 = lambda: grouped(k.quantize_fp4_rows, k.fp4_fan_out_rows, k.fp4_fan_out_cols)
+    yield case("chain of a grouped layer, mxfp4", mxfp4, 0, 0,
+           lambda: grouped(k.quantize_fp8_rows, k.fp8_fan_out_rows, k.fp8_fan_out_cols), "the same in fp8")
+    yield case("chain of a grouped layer, mxfp4", mxfp4, 0, 0, by_bfloat16, "every step by way of bfloat16")
+
+    def plain(kept):
+        """x for the GEMM and as it is kept, its columns in backward; dy as rows and columns."""
+        q = k.quantize_fp8_fp4_rows(t.x)[2:] if kept == "fp4" else k.quantize_fp8_rows(t.x)
+        (k.fp4_fan_out_cols if kept == "fp4" else k.fp8_fan_out_cols)(*q), k.quantize_fp8_rows_and_cols(t.x)
+
+    def plain_by_bfloat16():
+        k.quantize_fp8_rows(t.x), quantize_cols(dequantize_rows(*k.quantize_fp4_rows(t.x)))
+        k.quantize_fp8_rows(t.x), quantize_cols(t.x)
+
+    yield case("chain of a plain linear, mxfp4", lambda: plain("fp4"), 0, 0, lambda: plain("fp8"), "the same in fp8")
+    yield case("chain of a plain linear, mxfp4", lambda: plain("fp4"), 0, 0, plain_by_bfloat16, "every step by way of bfloat16")
+
+
+# ---- gemm ----
+
+# E experts, M rows in all, H hidden, I expert width; the four GEMMs of a layer read and write these
+GEMM_SHAPES = {"v3": (8, 32768, 7168, 2048), "v3-32": (32, 32768, 2048, 2048), "v2": (20, 24576, 5120, 1536),
+               "v2-lite": (64, 98304, 2048, 1408)}
+GEMM_COLUMNS = ("shape", "groups", "gemm", "E", "M", "N", "K", "us", "tflops", "percent_of_roof", "times_bf16_grouped",
+                "times_scaled_mm_loop", "times_deep_gemm", "roof_tflops", "device", "torch", "triton", "commit", "date")
+
+
+def gemm(args, flags):
+    """Times the FP8 GEMMs of expert layers beside BF16 grouped_mm, a loop of scaled_mm, and DeepGEMM where it is installed.
+
+    All of a shape take turns, so that they run equally hot: an H200 at work is held to 700 W, not to a clock. The roof is
+    scaled_mm with one scale a tensor, 8192 x 7168 x 2048, in the same turns. One row a GEMM in --out, results/<card>/gemm.csv
+    if not given."""
+    if flags:
+        raise ValueError(f"bench.py gemm has no flag {flags[0]}: see bench.py gemm --help.")
+    names = args.shapes.split(",")
+    if unknown := set(names) - set(GEMM_SHAPES):
+        raise ValueError(f"--shapes: there is no {min(unknown)}; choose among {', '.join(GEMM_SHAPES)}.")
+    with results_file(args.out, "gemm", GEMM_COLUMNS) as (where, write):
+        for name in names:
+            for groups in ("balanced", "jittered"):
+                rows = []
+                for row in itertools.chain(gemm_rows(name, groups), whole_layer(rows)):
+                    rows.append(row)
+                    others = "".join(f"  {row[key]:.2f}x {label}" for key, label in (
+                        ("times_bf16_grouped", "bf16 grouped"), ("times_scaled_mm_loop", "scaled_mm"),
+                        ("times_deep_gemm", "DeepGEMM")) if row[key])
+                    print(f"{name:8}{groups:9}{row['gemm']:28}{row['us']:8.0f} us {row['tflops']:6.0f} TFLOP/s "
+                          f"{row['percent_of_roof']:5.1f} % of {row['roof_tflops']:.0f}{others}", flush=True)
+                    write(row | where)
+
+
+def take_turns(works, rounds=12):
+    """Median us on the GPU of each call, one after the other in every round, the L2 cache flushed before each.
+
+    As in median_us, the GPU sleeps first for as long as the CPU needs to send the call, if that is longer than the flush."""
+    cycles = [max(0, int(2000 * (1.5 * host_us(work, launches=2) - 60))) for work in works]
+    flush, times = torch.empty(2**28, dtype=torch.uint8, device="cuda"), [[] for _ in works]
+    for _ in range(rounds + 2):
+        for work, sleep, events in zip(works, cycles, times):
+            flush.zero_()
+            if sleep:
+                torch.cuda._sleep(sleep)
+            events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+            events[-1][0].record()
+            work()
+            events[-1][1].record()
+    torch.cuda.synchronize()
+    return [1e3 * statistics.median(start.elapsed_time(stop) for start, stop in events[2:]) for events in times]
+
+
+def group_sizes(E, M, groups):
+    """Rows an expert, multiples of 128 with a sum near M: equal, or jittered 0.7 to 1.3 with one expert empty."""
+    if groups == "balanced":
+        return [-(-M // E // 128) * 128] * E
+    wanted = 0.7 + 0.6 * torch.rand(E, generator=torch.Generator().manual_seed(0))
+    wanted[1] = 0
+    return (wanted / wanted.sum() * M // 128 * 128).int().tolist()
+
+
+def gemm_rows(name, groups):
+    """The rows of the table for one shape: two forward, two Dgrad, two Wgrad GEMMs."""
+    import kernels as k
+
+    E, M, H, I = GEMM_SHAPES[name]
+    sizes = group_sizes(E, M, groups)
+    M = sum(sizes)
+    offsets = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device="cuda")
+    experts = torch.arange(E, device="cuda", dtype=torch.int32).repeat_interleave(offsets.diff() // 128)
+    new = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    x = [new(n, 2048).to(torch.float8_e4m3fn) for n in (8192, 7168)]
+    one = torch.ones((), device="cuda")
+    roof = lambda: torch._scaled_mm(x[0], x[1].t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    def row(what, N, K, works):
+        us = take_turns([roof, *(work for work in works if work)])
+        roof_tflops, ours = 2 * 8192 * 7168 * 2048 / us[0] / 1e6, us[1]
+        others = iter(us[2:])
+        times = [round(next(others) / ours, 3) if work else None for work in works[1:]]
+        tflops = 2 * M * N * K / ours / 1e6
+        return dict(zip(GEMM_COLUMNS, (name, groups, what, E, M, N, K, round(ours, 1), round(tflops, 1),
+                                       round(100 * tflops / roof_tflops, 1), *times, round(roof_tflops, 1))))
+
+    for what, N, K in (("FC1", 2 * I, H), ("FC2", H, I), ("Dgrad of FC2", I, H), ("Dgrad of FC1", H, 2 * I)):
+        a, b, out = new(M, K), new(E, N, K), new(M, N)
+        a8, b8 = k.quantize_fp8_rows(a), k.quantize_fp8_blocks(b)
+        yield row(what, N, K, (
+            lambda: k.grouped_gemm(*a8, *b8, experts, out), lambda: F.grouped_mm(a, b.mT, offs=offsets[1:]),
+            scaled_mm_loop(a8, b8, sizes), deep_gemm_grouped(a8, b8, sizes, out)))
+    for what, N, K in (("Wgrad of FC1", 2 * I, H), ("Wgrad of FC2", H, I)):
+        a, b = new(M, N), new(M, K)
+        a8, b8 = k.quantize_fp8_rows_and_cols(a)[2:], k.fp8_fan_out_cols(*k.quantize_fp8_rows(b))[:2]
+        for kind, dtype, add in (("bf16", torch.bfloat16, False), ("float32, added", torch.float32, True)):
+            dw = torch.zeros(E, N, K, device="cuda", dtype=dtype)
+            yield row(f"{what}, {kind}", N, K, (
+                lambda: k.grouped_wgrad(*a8, *b8, offsets, dw, add),
+                lambda: dw.add_(F.grouped_mm(a.t(), b, offs=offsets[1:])) if add else F.grouped_mm(a.t(), b, offs=offsets[1:]),
+                None, None))
+
+
+def whole_layer(rows):
+    """One more row: the sum of the six GEMMs of a layer's forward and backward, weight gradients in bfloat16."""
+    six = [row for row in rows if not row["gemm"].endswith("added")]
+    us = sum(row["us"] for row in six)
+    tflops = sum(row["us"] * row["tflops"] for row in six) / us
+    roof = sum(row["us"] for row in six) / sum(row["us"] / row["roof_tflops"] for row in six)
+    bf16 = sum(row["us"] * row["times_bf16_grouped"] for row in six) / us
+    yield six[0] | {"gemm": "sum of six", "N": None, "K": None, "us": round(us, 1), "tflops": round(tflops, 1),
+                    "percent_of_roof": round(100 * tflops / roof, 1), "times_bf16_grouped": round(bf16, 3),
+                    "times_scaled_mm_loop": None, "times_deep_gemm": None, "roof_tflops": round(roof, 1)}
+
+
+def scaled_mm_loop(a8, b8, sizes):
+    """A call of one F.scaled_mm (cuBLASLt) an expert, 1x128 by 128x128: what torch offers today. Scales are laid out before:
+    1 along M for A; 1 along K for B, columns a multiple of four apart, as cuBLASLt wants them."""
+    from torch.nn.functional import ScalingType
+
+    (a, a_scale), (b, b_scale), bounds = a8, b8, [0, *itertools.accumulate(sizes)]
+    padded = F.pad(b_scale, (0, -b_scale.shape[2] % 4))
+    args = [(a[s:t], b[e].t(), a_scale[s:t].t().contiguous().t(), ScalingType.BlockWise1x128,
+             padded[e, :, : b_scale.shape[2]].t(), ScalingType.BlockWise128x128)
+            for e, (s, t) in enumerate(itertools.pairwise(bounds)) if t > s]
+    return lambda: [F.scaled_mm(*six, output_dtype=torch.bfloat16) for six in args]
+
+
+def deep_gemm_grouped(a8, b8, sizes, out):
+    """A call of DeepGEMM's m-grouped kernel on the same operands, or None where it is not installed or does not run."""
+    try:
+        import deep_gemm
+    except ImportError:
+        return None
+    layout = torch.arange(len(sizes), device="cuda", dtype=torch.int32).repeat_interleave(torch.tensor(sizes, device="cuda"))
+    work = lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a8, b8, out, layout)
+    try:
+        work()
+    except Exception as error:  # whatever a library of its own does
+        print(f"DeepGEMM is left out: {' '.join(str(error).split())[:200]}")
+        return None
+    return work
+
+
+# ---- what the fused kernels do without ----
 
 def dequantize_rows(data, scale, index=None, end=None, per=1, out=None):
     """FP8 or MXFP4 rows -> bfloat16, through an index as in kernels.fp4_fan_out_rows: what the fused kernels do without."""
@@ -480,7 +697,7 @@ def main(words):
     parser = argparse.ArgumentParser("bench.py", description=__doc__.partition("\n\nLoss.")[0], allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for work in (loss, plot, kernels):
+    for work in (loss, plot, kernels, gemm):
         command = commands.add_parser(work.__name__, help=work.__doc__.partition("\n")[0], description=work.__doc__,
                                       allow_abbrev=False)
         command.set_defaults(work=work)
@@ -491,6 +708,9 @@ def main(words):
         elif work is kernels:
             command.add_argument("--shapes", default="v3,v2,v2-lite", help="comma list [v3,v2,v2-lite]")
             command.add_argument("--out", type=Path, help="the table [results/<card>/kernels.csv]")
+        elif work is gemm:
+            command.add_argument("--shapes", default=",".join(GEMM_SHAPES), help=f"comma list [{','.join(GEMM_SHAPES)}]")
+            command.add_argument("--out", type=Path, help="the table [results/<card>/gemm.csv]")
         else:
             command.add_argument("out_dir", type=Path, nargs="+", help="folder of a run of train.py")
             command.add_argument("--out", type=Path, default=Path("curves.png"), help="the PNG to write [curves.png]")
@@ -505,5 +725,5 @@ if __name__ == "__main__":
         print("bench.py:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("bench.py: stopped; the same command goes on", file=sys.stderr)
+        print("bench.py: stopped; `loss` goes on where it was, the others begin again", file=sys.stderr)
         sys.exit(130)

@@ -1,5 +1,6 @@
-"""Triton kernels for FP8 and MXFP4 training on Hopper: conversions, and the data movement of an MoE layer around its
-GEMMs. Tensors in, a flat tuple of tensors out; one launch each (routing: three), no host synchronisation.
+"""Triton kernels for FP8 and MXFP4 training on Hopper: conversions, the data movement of an MoE layer, and FP8 GEMMs.
+Tensors in, a flat tuple of tensors out (GEMMs write where they are told); one launch each (routing three, odd widths
+two), no host synchronisation.
 
 quant.py chooses between these and its plain PyTorch reference, checks shapes, and says what each tensor is used for.
 Conversions agree with the reference on every byte. Kernels that compute first (norm, SwiGLU) give exactly the codes of
@@ -18,6 +19,7 @@ Bytes that each kernel has to move, an element, with bfloat16 in; over the memor
 
                               read                 write                             sum
   quantize_fp8_rows           2                    1 + 4/128                         3.03
+  quantize_fp8_rows_and_cols  2                    2 + 8/128                         4.06 (two kernels: 6.06)
   quantize_fp8_weight         4 (float32)          2                                 6.00
   quantize_fp4_rows           2                    1/2 + 1/32                        2.53
   quantize_fp8_fp4_rows       2                    1 + 4/128 + 1/2 + 1/32            3.56 (two kernels: 5.56)
@@ -26,19 +28,20 @@ Bytes that each kernel has to move, an element, with bfloat16 in; over the memor
   fp8 rows -> cols            1 + 4/128            1                                 2.03 (and rows: 3.06)
   rms_norm                    2                    2 + 1.03 + 0.53                   5.56
   swiglu, an element of a     4 (of h)             1.03 + 2.06 (h in MXFP4: 1.06)    7.09 (6.09)
-  swiglu_backward             2 + 2.06             2.06 + 2.06 + 1.03                9.22
+  swiglu_backward             2 + 2.06             2.06 + 2.06 + 1.03                9.22 (h in MXFP4: 8.22)
   sum_rows                    2 for each expert    2
 
 What costs beside bytes. An H100's memory delivers the bytes of an element in about the time in which its schedulers issue
 20 instructions for it, so instructions count: elements are handled in pairs, fours and eights of a 32-bit word.
 
-  FP8      the hardware converts two float32 at once; a block's largest magnitude is one maximum an element, with NaN
+  FP8      the hardware converts two float32 at once; of bfloat16, two a word are compared (with NaN) and scaled at once
   -> E2M1  rounding to E2M1 is rounding min(4x, 2x + 2, x + 4), x half the value: the slopes 4, 2, 1 are where its steps are
-           1/2, 1, 2. As a sum of three ramps held to 0 ... 1, 4 r(x) + 2 r(x - 1) + r(x - 2), each is exact, the last
-           addition to a large number rounds to nearest even, and the code is what stands in the number's low bits.
-           Two bfloat16 or float16 a word. x = 1.25: 4 + 2 * 0.25 + 0 = 4.5, a tie, to 4, the code of 2.0
+           1/2, 1, 2. Rounding keeps order, so each line is rounded by itself, to nearest even, as it is added to a large
+           number, and the code is what stands in the low bits of the least. Two bfloat16 or float16 a word.
+           x = 1.25: 5, 4.5, 5.25 become 5, 4 (a tie), 5; the least, 4, is the code of 2.0
   E2M1 ->  for one shift of the exponent eight magnitudes are eight bytes: one byte permutation decodes four codes
-  cols     a thread holds the same columns of rows 4i ... 4i + 3, so that words of four rows go through shared memory
+  cols     a thread holds the same columns of rows 4i ... 4i + 3, so that words of four rows go through shared memory; of
+           MXFP4, 32 columns of 16 rows, which are 16 neighbouring bytes of each column: no shared memory
 
 The interpreter has neither inline PTX nor correct casts to small formats; where a helper uses them, its twin in plain
 integer and float32 operations stands beside it. Conversions multiply by powers of two alone, subnormals too (no .ftz in
@@ -46,7 +49,8 @@ their PTX: a test looks), and no multiply-add is fused but where it is written.
 
 Offsets from a tile's origin are 64-bit (300 001 x 7168 elements pass 2^31), inside a tile 32-bit; tiles are counted along
 grid x (y and z end at 65 535). Widths are compile-time constants: a model has few, and masks and strides fold away.
-Every byte of an output is written. Data is contiguous, but cols and transposed weights begin a row at a whole word.
+Every byte of an output is written, but for rows behind the last expert's. Data is contiguous, but cols and transposed
+weights begin a row at a whole word.
 
 Legend: M rows (tokens, or token-expert pairs after fan-out), K columns, weights [E experts, N, K], I expert width, T tokens;
 inside a tile R rows, C columns. `x_row`, `x_col` are strides in elements.
@@ -58,6 +62,13 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 INF = tl.constexpr(0x7F800000)  # as float32 magnitude bits: from here on Inf and NaN
@@ -244,12 +255,36 @@ def _unpair(words):
 
 
 @triton.jit
+def _unpair_halves(words):
+    """The same of words of two float16."""
+    first, second = (words & 0xFFFF).to(tl.int16), (words >> 16).to(tl.int16)
+    return first.to(tl.float16, bitcast=True).to(tl.float32), second.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _pair(first, second):
     """Two float32 tensors -> words of two bfloat16, rounded to nearest even."""
     if INTERPRET:
         return ((_rounded(first) >> 16) & 0xFFFF) | (_rounded(second) & -65536)
     else:
         return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], tl.int32, True, 1)
+
+
+@triton.jit
+def _twice(bits):
+    """A bfloat16, as float32's bits, in both halves of a word."""
+    return bits | (bits >> 16)
+
+
+@triton.jit
+def _times(words, factor):
+    """Pairs of bfloat16 times a power of two twice over: exact, but for what becomes subnormal, far below any code."""
+    if INTERPRET:
+        first, second = _unpair(words)
+        factor = _from_bits(factor & -65536)
+        return _pair(first * factor, second * factor)
+    else:
+        return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [words, factor], tl.int32, True, 1)
 
 
 @triton.jit
@@ -279,12 +314,26 @@ def _amax_of_pairs(a, b, c, d):
     if INTERPRET:
         x, y = tl.join(tl.join(a, b), tl.join(c, d)) & 0x7FFF7FFF, 0x7FFF0000
         return tl.max(tl.max(tl.maximum(x & y, (x << 16) & y), 3), 2)
+    else:  # .xorsign.abs compares magnitudes; an abs of its own would be an instruction
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 p, q, r, s;
+            max.NaN.xorsign.abs.bf16x2 p, $1, $2; max.NaN.xorsign.abs.bf16x2 q, $3, $4; max.NaN.xorsign.abs.bf16x2 p, p, q;
+            shl.b32 q, p, 16; and.b32 p, p, 0x7FFF0000; and.b32 q, q, 0x7FFF0000; max.u32 $0, p, q; }""",
+            "=r,r,r,r,r", [a, b, c, d], tl.int32, True, 1)
+
+
+@triton.jit
+def _amax_of_halves(a, b, c, d):
+    """Magnitude bits, as float16's, of the largest of the eight float16 in four words; NaN wins."""
+    if INTERPRET:
+        x = tl.join(tl.join(a, b), tl.join(c, d))
+        return tl.max(tl.max(tl.maximum(x & 0x7FFF, (x >> 16) & 0x7FFF), 3), 2)
     else:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 p, q, r, s;
-            abs.bf16x2 p, $1; abs.bf16x2 q, $2; abs.bf16x2 r, $3; abs.bf16x2 s, $4;
-            max.NaN.bf16x2 p, p, q; max.NaN.bf16x2 r, r, s; max.NaN.bf16x2 p, p, r;
-            and.b32 q, p, 0xFFFF0000; shl.b32 p, p, 16; max.u32 $0, p, q; }""",
+            abs.f16x2 p, $1; abs.f16x2 q, $2; abs.f16x2 r, $3; abs.f16x2 s, $4;
+            max.NaN.f16x2 p, p, q; max.NaN.f16x2 r, r, s; max.NaN.f16x2 p, p, r;
+            and.b32 q, p, 0xFFFF; shr.u32 p, p, 16; max.u32 $0, p, q; }""",
             "=r,r,r,r,r", [a, b, c, d], tl.int32, True, 1)
 
 
@@ -347,66 +396,39 @@ def _encode_columns(a, b, c, d):
             "=r,f,f,f,f", [a, b, c, d], tl.int32, True, 1)
 
 
-@triton.jit
-def _largest_code(a, b):
-    """The largest of eight E4M3 codes in two words, without sign; NaN wins."""
-    if INTERPRET:
-        top = tl.zeros_like(a)
-        for i in tl.static_range(4):
-            top = tl.maximum(top, tl.maximum((a >> (8 * i)) & 0x7F, (b >> (8 * i)) & 0x7F))
-        return top
-    else:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 p, q, r, s;
-            and.b32 p, $1, 0x007F007F; and.b32 q, $2, 0x007F007F; and.b32 r, $1, 0x7F007F00; and.b32 s, $2, 0x7F007F00;
-            max.u16x2 p, p, q; max.u16x2 r, r, s; shr.u32 r, r, 8; max.u16x2 p, p, r;
-            shr.u32 r, p, 16; and.b32 p, p, 0x7F; max.u32 $0, p, r; }""",
-            "=r,r,r", [a, b], tl.int32, True, 1)
-
-
 # -----------------------------------------------------------------------------
-# E2M1: see the top of the file for the three ramps
+# E2M1: see the top of the file for the three lines
 
-def _ramps(kind, ones, minus_ones, twos, minus_twos, fours, minus_fours, magic, ramp):
-    """PTX that turns four words of two `kind` numbers, c0 ... c3, into a word $0 of eight E2M1 codes; `half` is the factor.
+def _to_e2m1(kind, one, magic):
+    """PTX that turns four words of two `kind` numbers, $1 ... $4, into a word $0 of eight E2M1 codes; $5 is the factor.
 
-    `magic` is 1.5 * 2^(mantissa bits) + 4 twice over: less 4 times the sign's +-1, it leaves 8 in the low bits of negatives."""
-    names = dict(one=ones, minus1=minus_ones, two=twos, minus2=minus_twos, four=fours, minus4=minus_fours, magic=magic)
-    ptx = ".reg .b32 t0, t1, t2, t3, a, r, zero, " + ", ".join(names) + "; mov.b32 zero, 0;"
-    ptx += "".join(f"mov.b32 {name}, {value};" for name, value in names.items())
+    `one` is 1 in the exponent, `magic` 1.5 * 2^(mantissa bits), both twice over: from there on numbers count in ones, are in
+    the same order as integers, and end in the code's bits."""
+    ptx = "{ .reg .b32 t0, t1, t2, t3, a, r, s, half2, half4, m0, m2, m4, m7;"
+    ptx += f"add.u32 half2, $5, {one}; add.u32 half4, half2, {one};"
+    ptx += "".join(f"mov.b32 m{n}, {magic + 0x10001 * n};" for n in (0, 2, 4, 7))
     for i in range(4):
-        ptx += f"lop3.b32 t{i}, c{i}, 0x80008000, {ones}, 0xEA; abs.{kind} a, c{i};"
-        ptx += f"fma.rn.{kind} t{i}, t{i}, minus4, magic;"
-        for offset, slope in (("zero", "four"), ("minus1", "two"), ("minus2", "one")):
-            ptx += ramp.format(offset=offset) + f"fma.rn.{kind} t{i}, r, {slope}, t{i};"
-    # the low byte of each half is the code, below it may stand a constant: gather bytes, then nibbles
-    ptx += "prmt.b32 t0, t0, t1, 0x6420; prmt.b32 t2, t2, t3, 0x6420; and.b32 t0, t0, 0x0F0F0F0F; and.b32 t2, t2, 0x0F0F0F0F;"
-    return ptx + "shr.u32 t1, t0, 4; shr.u32 t3, t2, 4; or.b32 t0, t0, t1; or.b32 t2, t2, t3; prmt.b32 $0, t0, t2, 0x6420;"
+        ptx += f"abs.{kind} a, ${i + 1};"
+        for to, factor, offset in ((f"t{i}", "half4", "m0"), ("r", "half2", "m2"), ("s", "$5", "m4")):
+            ptx += f"fma.rn.{kind} {to}, a, {factor}, {offset};"
+        ptx += f"min.u16x2 t{i}, t{i}, r; min.u16x2 t{i}, t{i}, s; min.u16x2 t{i}, t{i}, m7;"
+    above = (magic & 255) * 0x01010101  # what stands above the codes in their bytes
+    for i, j in (0, 1), (2, 3):  # bytes of codes; the signs to their bit 3; to each byte 16 times the one below it
+        ptx += f"prmt.b32 t{i}, t{i}, t{j}, 0x4602; prmt.b32 s, ${i + 1}, ${j + 1}, 0x5713; shr.u32 s, s, 4;"
+        ptx += f"lop3.b32 t{i}, t{i}, s, 0x08080808, 0xF8; mad.lo.u32 t{i}, t{i}, 0x1001, {-above * 0x1001 % 2**32};"
+    return ptx + "prmt.b32 $0, t0, t2, 0x7531; }"
 
 
-_BF16_RAMPS = _ramps("bf16x2", "0x3F803F80", "0xBF80BF80", "0x40004000", "0xC000C000", "0x40804080", "0xC080C080", "0x43444344",
-                     "fma.rn.relu.bf16x2 r, a, half, {offset}; min.bf16x2 r, r, one;")
-_F16_RAMPS = _ramps("f16x2", "0x3C003C00", "0xBC00BC00", "0x40004000", "0xC000C000", "0x44004400", "0xC400C400", "0x66046604",
-                    "fma.rn.sat.f16x2 r, a, half, {offset};")
-PAIRS_TO_E2M1 = tl.constexpr("{ .reg .b32 c0, c1, c2, c3, half; mov.b32 c0, $1; mov.b32 c1, $2; mov.b32 c2, $3;"
-                             "mov.b32 c3, $4; mov.b32 half, $5;" + _BF16_RAMPS + "}")
-CODES_TO_E2M1 = tl.constexpr("{ .reg .b32 c0, c1, c2, c3, half; .reg .b16 l, h; mov.b32 half, $3;"
-                             "mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 c0, l; cvt.rn.f16x2.e4m3x2 c1, h;"
-                             "mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 c2, l; cvt.rn.f16x2.e4m3x2 c3, h;" + _F16_RAMPS + "}")
-
-
-@triton.jit
-def _ramp(a, c, b: tl.constexpr):
-    return tl.minimum(tl.maximum(a * c + b, 0.0), 1.0)
+PAIRS_TO_E2M1 = tl.constexpr(_to_e2m1("bf16x2", 0x00800080, 0x43404340))
+HALVES_TO_E2M1 = tl.constexpr(_to_e2m1("f16x2", 0x04000400, 0x66006600))
 
 
 @triton.jit
 def _encode_e2m1(x, half):
     """float32 x, of which x * 2 * half is what is encoded -> E2M1 codes, 0 ... 15."""
-    a = tl.abs(x)
-    code = _ramp(a, half, 0.0) * 4.0 + tl.where(_bits(x) < 0, 12582920.0, 12582912.0)  # 1.5 * 2^23, and 8 for the sign
-    code = _ramp(a, half, -1.0) * 2.0 + code
-    return _bits(_ramp(a, half, -2.0) + code) & 15
+    a = tl.abs(x) * half
+    least = tl.minimum(tl.minimum(a * 4.0 + 12582912.0, a * 2.0 + 12582914.0), a + 12582916.0)  # 1.5 * 2^23
+    return (_bits(tl.minimum(least, 12582919.0)) & 7) | ((_bits(x) >> 28) & 8)
 
 
 @triton.jit
@@ -434,17 +456,31 @@ def _pairs_to_e2m1(a, b, c, d, half):
 
 
 @triton.jit
-def _codes_to_e2m1(a, b, half):
-    """Eight E4M3 codes in two words, times 2 * half (a float16 twice over) -> a word of eight E2M1 codes."""
+def _codes_to_halves(words):
+    """Four E4M3 codes a word -> two words of two float16 each, exact."""
     if INTERPRET:
-        factor, out = (half & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32), tl.zeros_like(a)
-        for i in tl.static_range(4):
-            for j in tl.static_range(2):
-                code = ((b if j else a) >> (8 * i)).to(tl.uint8)
-                out |= _encode_e2m1(_decode_e4m3(code), factor) << (4 * (4 * j + i))
-        return out
+        low, high = tl.zeros_like(words), tl.zeros_like(words)
+        for i in tl.static_range(2):
+            first = _decode_e4m3((words >> (8 * i)).to(tl.uint8)).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+            second = _decode_e4m3((words >> (8 * i + 16)).to(tl.uint8)).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+            low, high = low | ((first & 0xFFFF) << (16 * i)), high | ((second & 0xFFFF) << (16 * i))
+        return low, high
     else:
-        return tl.inline_asm_elementwise(CODES_TO_E2M1, "=r,r,r,r", [a, b, half], tl.int32, True, 1)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
+            "=r,=r,r", [words], (tl.int32, tl.int32), True, 1)
+
+
+@triton.jit
+def _halves_to_e2m1(a, b, c, d, half):
+    """Eight float16 in four words, times 2 * half (a float16 twice over) -> a word of eight E2M1 codes."""
+    if INTERPRET:
+        low, high = _unpair_halves(tl.join(tl.join(a, c), tl.join(b, d)))
+        factor = (half & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)[:, :, None, None]
+        codes = tl.join(_encode_e2m1(low, factor), _encode_e2m1(high, factor))
+        return _pack(tl.reshape(codes, (a.shape[0], a.shape[1] * 8)))
+    else:
+        return tl.inline_asm_elementwise(HALVES_TO_E2M1, "=r,r,r,r,r,r", [a, b, c, d, half], tl.int32, True, 1)
 
 
 @triton.jit
@@ -499,15 +535,8 @@ def _fp8_scale(e, bad):
 def _mx_scales(amax, CARRY: tl.constexpr):
     """Magnitude -> E8M0 byte by the rule of CARRY, and the bits of half its scale's inverse. 0 is for a block of zeros alone."""
     raised = tl.minimum(tl.maximum((amax + CARRY) & INF, 3 << 23), 254 << 23)  # byte + 2, in the exponent's place
-    byte = tl.where(amax >= INF, MX_NAN, tl.where(amax == 0, 0, (raised >> 23) - 2))
+    byte = tl.where(amax >= INF, MX_NAN, tl.minimum((raised >> 23) - 2, amax))  # 0 for 0: other magnitudes' bits are more
     return byte, (255 << 23) - raised
-
-
-@triton.jit
-def _mx_byte(amax, e):
-    """The byte of a magnitude times 2^e, which itself may be no float32, by the rule "even"."""
-    byte = tl.minimum(tl.maximum(((tl.minimum(amax, INF) + CARRY_EVEN) >> 23) - 2 + e, 1), 252)
-    return tl.where(amax == 0, 0, tl.where(amax < INF, byte, MX_NAN))
 
 
 @triton.jit
@@ -527,20 +556,28 @@ def _to_fp8(x):
 
 
 @triton.jit
+def _amax_of_blocks(a, b, c, d):
+    """Magnitude bits of the largest of each 32 bfloat16."""
+    return tl.max(_blocks(_amax_of_pairs(a, b, c, d), OCTETS), 2)
+
+
+@triton.jit
 def _pairs_to_fp8(words):
     """Pairs of bfloat16 [R, C/2] -> E4M3 bytes [R, C], scales [R, C/128]."""
-    first, second = _unpair(words)
-    return _to_fp8(tl.interleave(first, second))
+    amax = tl.max(_blocks(_amax_of_blocks(*_quarters(words)), PER_TILE), 2)
+    scale, inverse = _fp8_scales(amax)
+    first, second = _unpair(_times(words, _spread(_twice(_bits(inverse)), 64)))
+    return _encode_e4m3(tl.interleave(first, second)), scale
 
 
 @triton.jit
 def _pairs_to_fp4(words):
     """Pairs of bfloat16 [R, C/2] -> words of eight E2M1 codes [R, C/8], E8M0 bytes [R, C/32]."""
     a, b, c, d = _quarters(words)
-    amax = tl.max(_blocks(_amax_of_pairs(a, b, c, d), OCTETS), 2)
+    amax = _amax_of_blocks(a, b, c, d)
     byte, half = _mx_scales(amax, CARRY_EVEN)
-    codes = _pairs_to_e2m1(a, b, c, d, _spread(half | (half >> 16), OCTETS))
-    return tl.where(_spread(byte, OCTETS) == MX_NAN, 0, codes), byte.to(tl.uint8)
+    codes = _pairs_to_e2m1(a, b, c, d, _spread(_twice(half), OCTETS))
+    return tl.where(_spread(amax, OCTETS) >= INF, 0, codes), byte.to(tl.uint8)
 
 
 @triton.jit
@@ -556,6 +593,14 @@ def _store_fp8_rows(data, scale, s_row, s_col, codes, scales, row0, r, tile_k, C
     n: tl.constexpr = C // 128
     _store(data, codes, row0, r, _origin(tile_k, C), tl.arange(0, C), K, 1, M, K)
     _store(scale, scales, row0, r, _origin(tile_k, n), tl.arange(0, n), s_row, s_col, M, tl.cdiv(K, 128))
+
+
+@triton.jit
+def _store_once(ptr, value, n: tl.constexpr, row0, r, col0, row_stride, col_stride, num_rows, width):
+    """_store of one value a block, which n threads hold, by the first of them: it need not go through shared memory."""
+    i = tl.arange(0, value.shape[1] * n)
+    inside = _below(row0, r, num_rows)[:, None] & (_in_width(col0 * n, i, width * n) & (i % n == 0))[None, :]
+    tl.store(_pointers(ptr, row0, r, col0, i // n, row_stride, col_stride), _spread(value, n), mask=inside)
 
 
 @triton.jit
@@ -609,10 +654,43 @@ def _quantize_pairs(x, data8, scale8, s_row, s_col, data4, scale4, M, K: tl.cons
 def _store_pairs_as(words, data8, scale8, s_row, s_col, data4, scale4, row0, r, tile_k, C: tl.constexpr, M, K: tl.constexpr):
     if data8 is not None:
         codes, scales = _pairs_to_fp8(words)
-        _store_fp8_rows(data8, scale8, s_row, s_col, codes, scales, row0, r, tile_k, C, M, K)
+        _store(data8, codes, row0, r, _origin(tile_k, C), tl.arange(0, C), K, 1, M, K)
+        _store_once(scale8, scales, 16, row0, r, _origin(tile_k, C // 128), s_row, s_col, M, tl.cdiv(K, 128))
     if data4 is not None:
         codes, scales = _pairs_to_fp4(words)
-        _store_fp4_rows(data4, scale4, codes, scales, row0, r, tile_k, C, M, K)
+        _store(data4, codes, row0, r, _origin(tile_k, C // 8), tl.arange(0, C // 8), K // 8, 1, M, K // 8)
+        _store_once(scale4, scales, OCTETS, row0, r, _origin(tile_k, C // MX), K // MX, 1, M, K // MX)
+
+
+@triton.jit
+def _store_as_cols(v0, v1, v2, v3, data, scale, s_row, s_col, tile_m, tile_k, pitch, K: tl.constexpr):
+    """float32 of four row quads -> FP8 cols [K, pitch] in words, a scale for each column of 128 rows."""
+    top = _larger(_larger(tl.abs(v0), tl.abs(v1)), _larger(tl.abs(v2), tl.abs(v3)))
+    scales, inverse = _fp8_scales(_amax(top, 0)[None, :])
+    words = _encode_columns(v0 * inverse, v1 * inverse, v2 * inverse, v3 * inverse)
+    _store_cols(data, words, tile_m, tile_k, 128, pitch, K)
+    _store_scale_of_cols(scale, scales, tile_m, tile_k, 128, s_row, s_col, K)
+
+
+@triton.jit
+def _quantize_quad(j: tl.constexpr, x, data8, scale8, s_row, s_col, tile_m, tile_k, M, K: tl.constexpr):
+    """float32 of rows 4i + j, which are stored as FP8 rows."""
+    row0, r, col0, c = _origin(tile_m, 128), _quad(j), _origin(tile_k, 128), tl.arange(0, 128)
+    value = _float(_load(x, row0, r, col0, c, K, 1, M, K))
+    codes, scales = _to_fp8(value)
+    _store_fp8_rows(data8, scale8, s_row, s_col, codes, scales, row0, r, tile_k, 128, M, K)
+    return value
+
+
+@triton.jit(do_not_specialize=["M"])
+def _quantize_rows_and_cols(x, data8, scale8, s_row, s_col, data_t, scale_t, t_row, t_col, M, K: tl.constexpr, pitch):
+    """Contiguous rows -> FP8 rows and, from the same read, FP8 cols [K, pitch] in words, each with its own scales."""
+    tile_m, tile_k = _tile_down(M)
+    v0 = _quantize_quad(0, x, data8, scale8, s_row, s_col, tile_m, tile_k, M, K)
+    v1 = _quantize_quad(1, x, data8, scale8, s_row, s_col, tile_m, tile_k, M, K)
+    v2 = _quantize_quad(2, x, data8, scale8, s_row, s_col, tile_m, tile_k, M, K)
+    v3 = _quantize_quad(3, x, data8, scale8, s_row, s_col, tile_m, tile_k, M, K)
+    _store_as_cols(v0, v1, v2, v3, data_t, scale_t, t_row, t_col, tile_m, tile_k, pitch, K)
 
 
 @triton.jit
@@ -645,26 +723,25 @@ def _quantize_blocks(w, w_expert, w_row, w_col, data, scale, data_t, scale_t, N,
 # -----------------------------------------------------------------------------
 # RMSNorm, quantised as it is computed
 
-@triton.jit(do_not_specialize=["M"])
-def _rms_norm(x, weight, y, data8, scale8, s_row, s_col, data4, scale4, eps, M, K: tl.constexpr, R: tl.constexpr,
-              C: tl.constexpr):
-    """R rows, a chunk of C columns at a time; x, y and weight (int64) in pairs. What is quantised is the bfloat16 y."""
-    row0, r, c = _origin(tl.program_id(0), R), tl.arange(0, R), tl.arange(0, C // 2)
-    total = tl.zeros((R, C // 2), tl.float32)
+@triton.jit
+def _rms_norm(x, weight, y, data8, scale8, s_row, s_col, data4, scale4, eps, K: tl.constexpr, C: tl.constexpr):
+    """A row a program, a chunk of C columns at a time; x, y and weight (int64) in pairs. What is quantised is the bfloat16 y."""
+    row, r, c = _origin(tl.program_id(0), 1), tl.arange(0, 1), tl.arange(0, C // 2)
+    total = tl.zeros((1, C // 2), tl.float32)
     chunks = ()
     for tile in tl.static_range((K + C - 1) // C):
-        chunks += (_load(x, row0, r, tile * (C // 2), c, K // 2, 1, M, K // 2),)
+        chunks += (_load(x, row, r, tile * (C // 2), c, K // 2, 1, row + 1, K // 2),)
         first, second = _unpair(chunks[tile])
         total = tl.fma(first, first, tl.fma(second, second, total))
     factor = tl.rsqrt(tl.sum(total, 1) / K + eps)[:, None]
     for tile in tl.static_range((K + C - 1) // C):
-        tile_k = tl.program_id(1) + tile  # 0: a tensor, as the index maps want
         first, second = _unpair(chunks[tile])
-        w = tl.load(weight + tile * (C // 2) + c, mask=tile * (C // 2) + c < K // 2, other=0)[None, :]
+        w = _load(weight, 0, r, tile * (C // 2), c, 0, 1, 1, K // 2)  # in x's shape, so that Triton gives it x's layout
         words = _pair(first * factor * _from_bits(w.to(tl.int32)), second * factor * _from_bits((w >> 32).to(tl.int32)))
         if y is not None:
-            _store(y, words, row0, r, tile * (C // 2), c, K // 2, 1, M, K // 2)
-        _store_pairs_as(words, data8, scale8, s_row, s_col, data4, scale4, row0, r, tile_k, C, M, K)
+            _store(y, words, row, r, tile * (C // 2), c, K // 2, 1, row + 1, K // 2)
+        tile_k = tl.full((), tile, tl.int32)  # a tensor, as the index maps want, but a constant
+        _store_pairs_as(words, data8, scale8, s_row, s_col, data4, scale4, row, r, tile_k, C, row + 1, K)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -698,14 +775,17 @@ def _fp8_to_fp4(data, scale, s_row, s_col, data4, scale4, M, K: tl.constexpr, R:
     """FP8 rows, data as words [M, K/4] -> MXFP4 rows: a block's largest code gives its exponent."""
     tile_m, tile_k = _tile(K, C)
     row0, r = _origin(tile_m, R), tl.arange(0, R)
-    a, b = tl.split(_blocks(_load(data, row0, r, _origin(tile_k, C // 4), tl.arange(0, C // 4), K // 4, 1, M, K // 4), 2))
+    words = _load(data, row0, r, _origin(tile_k, C // 4), tl.arange(0, C // 4), K // 4, 1, M, K // 4)
+    low, high = tl.split(_blocks(words, 2))
+    a, b = _codes_to_halves(low)
+    c, d = _codes_to_halves(high)
     scales = _load(scale, row0, r, _origin(tile_k, C // 128), tl.arange(0, C // 128), s_row, s_col, M, tl.cdiv(K, 128))
     e = _spread(_exponent(scales), PER_TILE)
-    top = tl.max(_blocks(_largest_code(a, b), OCTETS), 2)
-    amax = tl.where((top == E4M3_NAN) | (e == NO_NUMBER), INF, _bits(_decode_e4m3(top.to(tl.uint8))))
-    byte = _mx_byte(amax, e)
-    half = tl.minimum(tl.maximum(e - byte + 126 + 15, 0), 30) << 10  # 2^(e - (byte - 127) - 1), a float16
-    codes = _codes_to_e2m1(a, b, _spread(half | (half << 16), OCTETS))
+    amax = tl.max(_blocks(_amax_of_halves(a, b, c, d), OCTETS), 2)  # a float16's bits
+    byte = tl.minimum(tl.maximum(((amax + 0x100) >> 10) - 15 + 127 - 2 + e, 1), 252)  # the rule "even": from 1.75 on one more
+    byte = tl.where((amax >= 0x7C00) | (e == NO_NUMBER), MX_NAN, tl.minimum(byte, amax))  # 0 for 0: other bits are more
+    half = tl.minimum(tl.maximum(e - byte + 126 + 15, 0), 28) << 10  # 2^(e - (byte - 127) - 1), a float16; 4 times that is one
+    codes = _halves_to_e2m1(a, b, c, d, _spread(half | (half << 16), OCTETS))
     codes = tl.where(_spread(byte, OCTETS) == MX_NAN, 0, codes)
     _store_fp4_rows(data4, scale4, codes, byte.to(tl.uint8), row0, r, tile_k, C, M, K)
 
@@ -783,15 +863,15 @@ def _fp4_to_fp8_cols(table, data, byte, index, end, data8, scale8, s_row, s_col,
     for i in tl.static_range(16 * N):
         tables += (_look_up(table, blocks[i] - 127 - e, bad),)
     for w in tl.static_range(4):
-        columns = ()
+        c = ()
         for r in tl.static_range(0, 16, 4):
             f0, s0 = _decode_e2m1(words[4 * r + w], *tables[N * r + w // OCTETS])
             f1, s1 = _decode_e2m1(words[4 * r + 4 + w], *tables[N * r + N + w // OCTETS])
             f2, s2 = _decode_e2m1(words[4 * r + 8 + w], *tables[N * r + 2 * N + w // OCTETS])
             f3, s3 = _decode_e2m1(words[4 * r + 12 + w], *tables[N * r + 3 * N + w // OCTETS])
-            columns += _transpose_words(f0, f1, f2, f3) + _transpose_words(s0, s1, s2, s3)
+            c += _transpose_words(f0, f1, f2, f3) + _transpose_words(s0, s1, s2, s3)
         for j in tl.static_range(8):
-            _store_16_rows(data8, columns[j], columns[8 + j], columns[16 + j], columns[24 + j], tile_m, tile_k, 8 * w + j, pitch, K)
+            _store_16_rows(data8, c[j], c[8 + j], c[16 + j], c[24 + j], tile_m, tile_k, 8 * w + j, pitch, K)
     tl.store(scale8 + tile_k.to(tl.int64) * s_row + tile_m.to(tl.int64) * s_col, _fp8_scale(e, bad))
 
 
@@ -879,115 +959,489 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _keep_half(words, rows, tile_k, HALF: tl.constexpr, h8, h8_scale, h_row, h_col, h4, h4_scale, I: tl.constexpr):
-    """A tile of h, gate (HALF 0) or up (1), to the rows that are kept."""
-    tile = tile_k + HALF * (I // 128)
+def _keep_half(words, rows, tile_k, HALF: tl.constexpr, h8, h8_scale, h_row, h_col, h4, h4_scale, I: tl.constexpr,
+               C: tl.constexpr):
+    """C columns of h, gate (HALF 0) or up (1), to the rows that are kept."""
     if h8 is not None:
         codes, scales = _pairs_to_fp8(words)
-        _scatter(h8, codes, rows, _origin(tile, 128), tl.arange(0, 128), 2 * I, 1, 2 * I)
-        _scatter(h8_scale, scales, rows, _origin(tile, 1), tl.arange(0, 1), h_row, h_col, 2 * I // 128)
+        _scatter(h8, codes, rows, _origin(tile_k, C) + HALF * I, tl.arange(0, C), 2 * I, 1, 2 * I)
+        _scatter(h8_scale, scales, rows, _origin(tile_k, C // 128) + HALF * (I // 128), tl.arange(0, C // 128), h_row, h_col,
+                 2 * I // 128)
     if h4 is not None:
         codes, scales = _pairs_to_fp4(words)
-        _scatter(h4, codes, rows, _origin(tile, 16), tl.arange(0, 16), I // 4, 1, I // 4)
-        _scatter(h4_scale, scales, rows, _origin(tile, PER_TILE), tl.arange(0, PER_TILE), 2 * I // MX, 1, 2 * I // MX)
+        _scatter(h4, codes, rows, _origin(tile_k, C // 8) + HALF * (I // 8), tl.arange(0, C // 8), I // 4, 1, I // 4)
+        _scatter(h4_scale, scales, rows, _origin(tile_k, C // MX) + HALF * (I // MX), tl.arange(0, C // MX), 2 * I // MX, 1,
+                 2 * I // MX)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _swiglu(h, p, pair, shift, end, a8, a_scale, a_row, a_col, h8, h8_scale, h_row, h_col, h4, h4_scale, M, I: tl.constexpr,
-            R: tl.constexpr):
+            R: tl.constexpr, C: tl.constexpr):
     """h [M, 2I] in pairs (gate, then up) -> a = silu(gate) * up * p as FP8 rows, and h as it is kept."""
-    tile_m, tile_k = _tile(I, 128)
-    row0, r, c = _origin(tile_m, R), tl.arange(0, R), tl.arange(0, 64)
+    tile_m, tile_k = _tile(I, C)
+    row0, r, c = _origin(tile_m, R), tl.arange(0, R), tl.arange(0, C // 2)
     if _past_end(end, row0):
         return
     of_row = tl.load(pair + row0 + r)
     rows = tl.where(of_row < 0, -1, row0 + r)
-    gate = _gather(h, rows, _origin(tile_k, 64), c, I, 1, I, 0)
-    up = _gather(h, rows, _origin(tile_k, 64) + I // 2, c, I, 1, I, 0)
+    gate = _gather(h, rows, _origin(tile_k, C // 2), c, I, 1, I, 0)
+    up = _gather(h, rows, _origin(tile_k, C // 2) + I // 2, c, I, 1, I, 0)
     weight = tl.load(p + of_row, mask=of_row >= 0, other=0)[:, None]
     gate_1, gate_2 = _unpair(gate)
     up_1, up_2 = _unpair(up)
     a = tl.interleave(gate_1 * _sigmoid(gate_1) * up_1 * weight, gate_2 * _sigmoid(gate_2) * up_2 * weight)
     codes, scales = _to_fp8(a)
-    _store_fp8_rows(a8, a_scale, a_row, a_col, codes, scales, row0, r, tile_k, 128, M, I)
+    _store_fp8_rows(a8, a_scale, a_row, a_col, codes, scales, row0, r, tile_k, C, M, I)
     kept = tl.where(of_row < 0, -1, rows - tl.load(shift + row0 // 128))
-    _keep_half(gate, kept, tile_k, 0, h8, h8_scale, h_row, h_col, h4, h4_scale, I)
-    _keep_half(up, kept, tile_k, 1, h8, h8_scale, h_row, h_col, h4, h4_scale, I)
+    _keep_half(gate, kept, tile_k, 0, h8, h8_scale, h_row, h_col, h4, h4_scale, I, C)
+    _keep_half(up, kept, tile_k, 1, h8, h8_scale, h_row, h_col, h4, h4_scale, I, C)
 
 
-@triton.jit
-def _kept_half(rows, tile_k, HALF: tl.constexpr, h8, h8_scale, h_row, h_col, h4, h4_scale, I: tl.constexpr):
-    """A tile of gate or up from what is kept of h, float32, and a factor [R, 1] still to be multiplied."""
-    tile = tile_k + HALF * (I // 128)
-    if h8 is not None:
-        codes = _gather(h8, rows, _origin(tile, 128), tl.arange(0, 128), 2 * I, 1, 2 * I, 0)
-        return _decode_e4m3(codes), _gather(h8_scale, rows, _origin(tile, 1), tl.arange(0, 1), h_row, h_col, 2 * I // 128, 0.0)
+# -----------------------------------------------------------------------------
+# SwiGLU backward. Rows and columns of one 128x128 tile come from one read: results wait in shared memory, as bfloat16, until
+# the columns' maxima are known. Gluon gives that memory; in the interpreter a plain tensor stands for it.
+#
+# A step computes 16 pairs of rows, 8j + 2 step and the row behind it: a word holds the same column of both. Staged words
+# [16, 128] of four steps are then a thread's two j, hence sixteen rows, of four columns: sixteen bytes to store a column.
+
+_gluon_jit = triton.jit if INTERPRET.value else gluon.jit
+STEPS = tl.constexpr(4)
+FLAT = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+PLAIN = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+# [j, column], in words; XOR of groups of columns and of j lets both stores of rows and loads of columns meet every bank
+STAGE = tl.constexpr(gl.SharedLinearLayout(
+    [[0, 1], [0, 2], [0, 8], [0, 16], [0, 32], [0, 4], [0, 64], [1, 0], [2, 8], [4, 16], [8, 32]]))
+LINE = tl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+ROWS = tl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # [16, 128]: sixteen threads a row, eight columns each
+WORDS = tl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [8, 1], [1, 0]))  # [16, 16]: the eight as one word of E2M1
+COLS = tl.constexpr(gl.BlockedLayout([2, 4], [8, 4], [1, 8], [0, 1]))  # [16, 128]: two j, four columns
+OUT = tl.constexpr(gl.BlockedLayout([4, 4], [4, 8], [8, 1], [1, 0]))  # [128, 32]: the same transposed, words of four rows
+# a row's scales, one or four: [16 * B] as loaded, [16, B, 128/B] on their way to columns in ROWS
+SCALES_1 = tl.constexpr(gl.DistributedLinearLayout([], [[0], [0], [0], [0], [1]], [[2], [4], [8]], [], [16]))
+SCALES_4 = tl.constexpr(gl.DistributedLinearLayout([], [[0], [0], [1], [2], [4]], [[8], [16], [32]], [], [64]))
+EIGHT, EACH_WARP = [[0, 0, 1], [0, 0, 2], [0, 0, 4]], [[2, 0, 0], [4, 0, 0], [8, 0, 0]]
+BLOCKS_1 = tl.constexpr(gl.DistributedLinearLayout(
+    EIGHT, [[0, 0, 8], [0, 0, 16], [0, 0, 32], [0, 0, 64], [1, 0, 0]], EACH_WARP, [], [16, 1, 128]))
+BLOCKS_4 = tl.constexpr(gl.DistributedLinearLayout(
+    EIGHT, [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [1, 0, 0]], EACH_WARP, [], [16, 4, 32]))
+
+
+@_gluon_jit
+def _line(n: tl.constexpr, layout: tl.constexpr):
+    if INTERPRET:
+        return tl.arange(0, n)
     else:
-        pairs = _gather(h4, rows, _origin(tile, 64), tl.arange(0, 64), I, 1, I, 0).to(tl.int32)
-        b = _gather(h4_scale, rows, _origin(tile, PER_TILE), tl.arange(0, PER_TILE), 2 * I // MX, 1, 2 * I // MX, 0).to(tl.int32)
-        codes = tl.interleave(pairs & 15, pairs >> 4)
-        magnitude = codes & 7
-        value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, _from_bits((magnitude << 22) + (126 << 23)))
-        scale = tl.where(b == MX_NAN, float("nan"), _power(b - 127))
-        return _from_bits(_bits(value) | ((codes & 8) << 28)) * _spread(scale, MX), tl.full((32, 1), 1.0, tl.float32)
+        return gl.arange(0, n, layout=layout)
+
+
+@_gluon_jit
+def _as(x, layout: tl.constexpr):
+    """x in a layout that says the same: no data moves."""
+    if INTERPRET:
+        return x
+    else:
+        return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@_gluon_jit
+def _put(x, layout: tl.constexpr):
+    """x in shared memory."""
+    if INTERPRET:
+        return x
+    else:
+        return gl.allocate_shared_memory(x.dtype, x.shape, layout, x)
+
+
+@_gluon_jit
+def _get(x, layout: tl.constexpr):
+    if INTERPRET:
+        return x
+    else:
+        return x.load(layout)
+
+
+@_gluon_jit
+def _eighth(x, i: tl.constexpr, layout: tl.constexpr):
+    """The i-th of eight parts of x [n], which _put has put away."""
+    n: tl.constexpr = x.shape[0] // 8
+    if INTERPRET:
+        return tl.sum(tl.where(tl.arange(0, 8)[:, None] == i, tl.reshape(x, (8, n)), 0), 0).to(x.dtype)
+    else:
+        return x.slice(n * i, n).load(layout)
+
+
+@_gluon_jit
+def _over_columns(x, B: tl.constexpr):
+    """[16, B] -> [16, 128]."""
+    return _as(tl.reshape(tl.broadcast_to(x[:, :, None], (16, B, 128 // B)), (16, 128)), ROWS)
+
+
+# ---- pairs of bfloat16 magnitudes
+
+@triton.jit
+def _larger_of_pairs(a, b):
+    """The larger magnitudes of two words, with no meaning in the signs; NaN wins. An abs of its own would be an instruction."""
+    if INTERPRET:
+        return tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000) | tl.maximum(a & 0x7FFF, b & 0x7FFF)
+    else:
+        return tl.inline_asm_elementwise("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
 
 
 @triton.jit
-def _swiglu_quad(j: tl.constexpr, da, p, pair, shift, h8, h8_scale, h_row, h_col, h4, h4_scale, dh8, tile_m, tile_k, M,
-                 I: tl.constexpr):
-    """Rows 4i + j: dgate, dup, a [32, 128]; the scales of dgate's and dup's rows, which are stored here; dp's part [32, 1]."""
-    row0, r, col0, c = _origin(tile_m, 128), _quad(j), _origin(tile_k, 128), tl.arange(0, 128)
-    of_row = tl.load(pair + row0 + r)
-    rows = tl.where(of_row < 0, -1, row0 + r)
-    kept = tl.where(of_row < 0, -1, rows - shift)
-    d = _float(_gather(da, rows, col0, c, I, 1, I, 0))
-    gate, gate_scale = _kept_half(kept, tile_k, 0, h8, h8_scale, h_row, h_col, h4, h4_scale, I)
-    up, up_scale = _kept_half(kept, tile_k, 1, h8, h8_scale, h_row, h_col, h4, h4_scale, I)
-    weight = tl.load(p + of_row, mask=of_row >= 0, other=0)[:, None]
-    gate = gate * gate_scale
+def _amax_pairs(words, axis: tl.constexpr):
+    """_larger_of_pairs over an axis."""
+    if INTERPRET:
+        return tl.max(words & 0x7FFF0000, axis) | tl.max(words & 0x7FFF, axis)
+    else:
+        return tl.reduce(words, axis, _larger_of_pairs)
+
+
+@triton.jit
+def _amax_within(a, b):
+    """A word of the larger of a's two and the larger of b's two."""
+    if INTERPRET:
+        return tl.maximum(a & 0x7FFF, (a >> 16) & 0x7FFF) | (tl.maximum(b & 0x7FFF, (b >> 16) & 0x7FFF) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 p, q; prmt.b32 p, $1, $2, 0x5410; prmt.b32 q, $1, $2, 0x7632;
+            max.NaN.xorsign.abs.bf16x2 $0, p, q; }""", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def _fp8_scales_of_pairs(words):
+    """_fp8_scales of the two magnitudes in a word: scale and inverse of the first, scale and inverse of the second."""
+    if INTERPRET:
+        scale_1, inverse_1 = _fp8_scales((words << 16) & 0x7FFF0000)
+        scale_2, inverse_2 = _fp8_scales(words & 0x7FFF0000)
+        return scale_1, inverse_1, scale_2, inverse_2
+    else:  # the same in the upper halves of float32; 0 * Inf and 0 * NaN are NaN, which the minimum makes 0x7FC0
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 a, r, s, zero, least, most, nan; mov.b32 zero, 0;
+            mov.b32 least, 0x04800480; mov.b32 most, 0x7F007F00; mov.b32 nan, 0x7FC07FC0;
+            and.b32 a, $4, 0x7FFF7FFF; add.u32 r, a, 0x001F001F; and.b32 r, r, 0x7F807F80;
+            max.u16x2 r, r, least; min.u16x2 r, r, most; sub.u32 s, r, 0x04000400; sub.u32 r, 0x83008300, r;
+            fma.rn.bf16x2 s, a, zero, s; fma.rn.bf16x2 r, a, zero, r; min.u16x2 s, s, nan;
+            shl.b32 $0, s, 16; shl.b32 $1, r, 16; and.b32 $2, s, 0xFFFF0000; and.b32 $3, r, 0xFFFF0000; }""",
+            "=f,=f,=f,=f,r", [words], (tl.float32, tl.float32, tl.float32, tl.float32), True, 1)
+
+
+# ---- what is read: copies to shared memory run ahead; in the interpreter a load, where they are waited for
+
+@_gluon_jit
+def _room(ptr, n: tl.constexpr):
+    if not INTERPRET:
+        return gl.allocate_shared_memory(ptr.dtype.element_ty, [32, n], PLAIN)
+
+
+@_gluon_jit
+def _rooms(da, h, n: tl.constexpr):
+    """For a step of da, gate and up."""
+    return _room(da, 128), _room(h, n), _room(h, n)
+
+
+@_gluon_jit
+def _fetch(room, ptr, pitch, pair, step: tl.constexpr, n: tl.constexpr):
+    """Begins to copy a step's rows, even ones first; zeros for padding. Sixteen bytes a thread."""
+    if not INTERPRET:
+        size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth  # elements in sixteen bytes
+        LAYOUT: tl.constexpr = gl.BlockedLayout([1, size], [32 * size // n, n // size], [8, 1], [1, 0])
+        i, c = gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT)), gl.arange(0, n, layout=gl.SliceLayout(0, LAYOUT))
+        r = i % 16 * 8 + 2 * step + i // 16
+        real = (gl.load(pair + r) >= 0)[:, None] & (c >= 0)[None, :]
+        async_copy.async_copy_global_to_shared(room, ptr + (r[:, None] * pitch + c[None, :]), mask=real)
+
+
+@_gluon_jit
+def _fetched(room, ptr, pitch, pair, step: tl.constexpr, n: tl.constexpr, odd: tl.constexpr, layout: tl.constexpr):
+    """[16, n]: the even or the odd rows of a step."""
+    if INTERPRET:
+        r, c = 8 * tl.arange(0, 16) + 2 * step + odd, tl.arange(0, n)
+        return tl.load(ptr + r[:, None] * pitch + c[None, :], mask=(tl.load(pair + r) >= 0)[:, None], other=0)
+    else:
+        return room.slice(16 * odd, 16).load(layout)
+
+
+@_gluon_jit
+def _fetch_step(rooms, sources, step: tl.constexpr, more, n: tl.constexpr, I: tl.constexpr):
+    da, h, pair = sources
+    if more:
+        _fetch(rooms[0], da, I, pair, step, 128)
+        _fetch(rooms[1], h, I * n // 64, pair, step, n)
+        _fetch(rooms[2], h + I * n // 128, I * n // 64, pair, step, n)
+    if not INTERPRET:
+        async_copy.commit_group()
+
+
+@_gluon_jit
+def _wait(left: tl.constexpr):
+    """Until all but the last `left` steps that were fetched are there."""
+    if not INTERPRET:
+        async_copy.wait_group(left)
+
+
+@_gluon_jit
+def _sources(da, h, pair, shift, tile_m, tile_k, more, n: tl.constexpr, I: tl.constexpr):
+    """Where a tile begins in da, in what is kept of h (without padding, unless shift is None), and in pair."""
+    row0 = _origin(tile_m, 128)
+    kept = row0
+    if shift is not None:
+        kept = row0 - tl.load(shift + tile_m, mask=more, other=0)
+    return da + row0 * I + tile_k * 128, h + kept * (I * n // 64) + tile_k * n, pair + row0
+
+
+@_gluon_jit
+def _of_rows(p, pair, shift, scale, s_row, s_col, tile_m, tile_k, more, B: tl.constexpr, I: tl.constexpr):
+    """Gate weights [128] and scales [128 * B] of gate and up, in the order of use: even rows of steps 0 ... 3, then odd ones."""
+    k = _line(128 * B, LINE)
+    i = k // B
+    r = i % 16 * 8 + i // 16 % 4 * 2 + i // 64
+    row0 = _origin(tile_m, 128)
+    real = tl.load(pair + row0 + r, mask=more & (r >= 0), other=-1) >= 0
+    if scale is None:
+        gate = tl.where(real, 1.0, 0.0)
+        up = gate
+    else:
+        at = scale + (row0 - tl.load(shift + tile_m, mask=more, other=0) + r) * s_row + (tile_k * B + k % B) * s_col
+        gate, up = tl.load(at, mask=real, other=0), tl.load(at + I // 128 * B * s_col, mask=real, other=0)
+        if B == 4:
+            gate, up = _of_byte(gate), _of_byte(up)
+    i = _line(128, LINE)
+    of_row = tl.load(pair + row0 + (i % 16 * 8 + i // 16 % 4 * 2 + i // 64), mask=more & (i >= 0), other=-1)
+    return tl.load(p + of_row, mask=of_row >= 0, other=0), gate, up
+
+
+@triton.jit
+def _of_byte(byte):
+    """E8M0 -> float32; byte 0, a block of zeros, is 0."""
+    return _from_bits(tl.where(byte == MX_NAN, 0x7FC00000, byte.to(tl.int32) << 23))
+
+
+@_gluon_jit
+def _decode_row_words(words):
+    """Words of eight E2M1 codes [16, 16] -> float32 [16, 128]."""
+    if INTERPRET:
+        code = (words[:, :, None] >> (4 * tl.arange(0, 8)[None, None, :])) & 15
+        magnitude = code & 7
+        value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, _from_bits((magnitude << 22) + (126 << 23)))
+        return tl.reshape(_from_bits(_bits(value) | ((code & 8) << 28)), (16, 128))
+    else:  # by way of float16, of which the lower byte is 0
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            """{ .reg .b32 m, s, p, q, lo, hi; .reg .b16 x, y;
+            mov.b32 lo, 0x3E3C3800; mov.b32 hi, 0x46444240;
+            and.b32 m, $8, 0x77777777; shr.u32 s, $8, 3; and.b32 s, s, 0x11111111;
+            prmt.b32 p, lo, hi, m; prmt.b32 q, 0x8000, 0, s; or.b32 p, p, q;
+            prmt.b32 q, p, 0, 0x1404; mov.b32 {x, y}, q; cvt.f32.f16 $0, x; cvt.f32.f16 $1, y;
+            prmt.b32 q, p, 0, 0x3424; mov.b32 {x, y}, q; cvt.f32.f16 $2, x; cvt.f32.f16 $3, y;
+            shr.u32 m, m, 16; shr.u32 s, s, 16;
+            prmt.b32 p, lo, hi, m; prmt.b32 q, 0x8000, 0, s; or.b32 p, p, q;
+            prmt.b32 q, p, 0, 0x1404; mov.b32 {x, y}, q; cvt.f32.f16 $4, x; cvt.f32.f16 $5, y;
+            prmt.b32 q, p, 0, 0x3424; mov.b32 {x, y}, q; cvt.f32.f16 $6, x; cvt.f32.f16 $7, y; }""",
+            "=f,=f,=f,=f,=f,=f,=f,=f,r", [words], (tl.float32,) * 8, True, 1)
+        x = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))  # [16, 16, 4's, 2's, 1's]
+        return _as(tl.reshape(x, (16, 128)), ROWS)
+
+
+@_gluon_jit
+def _decode_kept(codes):
+    if codes.dtype == tl.int32:
+        return _decode_row_words(codes)
+    elif codes.dtype == tl.uint8:
+        return _decode_e4m3(codes)
+    else:
+        return _float(codes)
+
+
+# ---- arithmetic
+
+@triton.jit
+def _swiglu_gradients(d, gate, up_p):
+    """From float32 da, gate and up * p: dgate, dup / p, a."""
     sigmoid = _sigmoid(gate)
     silu = gate * sigmoid
-    d_silu = d * silu
-    dp = tl.sum(d_silu * up, 1)[:, None] * up_scale
-    up = up * (up_scale * weight)
-    dup = d_silu * weight
-    dgate = (d * up) * tl.fma(silu, 1.0 - sigmoid, sigmoid)
-    codes, gate_scales = _to_fp8(dgate)
-    _store(dh8, codes, row0, r, col0, c, 2 * I, 1, M, 2 * I)
-    codes, up_scales = _to_fp8(dup)
-    _store(dh8, codes, row0, r, col0 + I, c, 2 * I, 1, M, 2 * I)
-    return dgate, dup, silu * up, gate_scales, up_scales, dp
+    return (d * up_p) * tl.fma(silu, 1.0 - sigmoid, sigmoid), d * silu, silu * up_p
 
 
 @triton.jit
-def _store_as_cols(v0, v1, v2, v3, data, scale, s_row, s_col, tile_m, tile_k, M, K: tl.constexpr):
-    """float32 of four row quads -> FP8 cols [K, M], a scale for each column of 128 rows."""
-    top = _larger(_larger(tl.abs(v0), tl.abs(v1)), _larger(tl.abs(v2), tl.abs(v3)))
-    scales, inverse = _fp8_scales(_amax(top, 0)[None, :])
-    words = _encode_columns(v0 * inverse, v1 * inverse, v2 * inverse, v3 * inverse)
-    _store_cols(data, words, tile_m, tile_k, 128, M // 4, K)
-    _store_scale_of_cols(scale, scales, tile_m, tile_k, 128, s_row, s_col, K)
+def _eighths(x):
+    """[R, 8 n] -> eight [R, n]: columns 8i, 8i + 1, ..."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 8, 2, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    x0, x4 = tl.split(a)
+    x2, x6 = tl.split(c)
+    x1, x5 = tl.split(b)
+    x3, x7 = tl.split(d)
+    return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 @triton.jit
-def _swiglu_backward(da, p, pair, shift, end, h8, h8_scale, h_row, h_col, h4, h4_scale, dh8, dh_scale, d_row, d_col,
-                     dh_t, dh_t_scale, dt_row, dt_col, a_t, a_t_scale, at_row, at_col, dp, M, I: tl.constexpr):
-    """da [M, I], kept h, p -> dh as FP8 rows [M, 2I] and cols [2I, M], a as FP8 cols [I, M]; dp [M, I/128], a part a tile."""
+def _dot_of_eights(x, y):
+    """Sums of x * y over each eight columns."""
+    a, b, c, d, e, f, g, h = _eighths(x)
+    a2, b2, c2, d2, e2, f2, g2, h2 = _eighths(y)
+    total = tl.fma(d, d2, tl.fma(c, c2, tl.fma(b, b2, a * a2)))
+    return tl.fma(h, h2, tl.fma(g, g2, tl.fma(f, f2, tl.fma(e, e2, total))))
+
+
+@_gluon_jit
+def _gradients_of_rows(odd: tl.constexpr, rooms, sources, step: tl.constexpr, weight, gate_scale, up_scale, n: tl.constexpr,
+                       B: tl.constexpr, I: tl.constexpr):
+    """The even or the odd rows of a step: dgate, dup, a [16, 128]; dp's part [16]."""
+    da, h, pair = sources
+    THREE: tl.constexpr = BLOCKS_1 if B == 1 else BLOCKS_4
+    TWO: tl.constexpr = gl.SliceLayout(2, THREE)
+    ONE: tl.constexpr = SCALES_1 if B == 1 else SCALES_4
+    HELD: tl.constexpr = ROWS if n == 128 else WORDS
+    d = _float(_fetched(rooms[0], da, I, pair, step, 128, odd, ROWS))
+    gate = _decode_kept(_fetched(rooms[1], h, I * n // 64, pair, step, n, odd, HELD))
+    up = _decode_kept(_fetched(rooms[2], h + I * n // 128, I * n // 64, pair, step, n, odd, HELD))
+    gate_scale = _as(tl.reshape(_eighth(gate_scale, step + 4 * odd, ONE), (16, B)), TWO)
+    up_scale = _as(tl.reshape(_eighth(up_scale, step + 4 * odd, ONE), (16, B)), TWO)
+    weight = _eighth(weight, step + 4 * odd, gl.SliceLayout(1, TWO))[:, None]
+    up_p = up * _over_columns(up_scale * weight, B)
+    dgate, d_silu, a = _swiglu_gradients(d, gate * _over_columns(gate_scale, B), up_p)
+    dp = tl.sum(tl.reshape(_dot_of_eights(d_silu, up), (16, B, 16 // B)), 2)
+    dp = tl.sum(_as(dp, TWO) * up_scale, 1)
+    return dgate, d_silu * _over_columns(tl.broadcast_to(weight, (16, B)), B), a, _as(dp, gl.SliceLayout(1, ROWS))
+
+
+@_gluon_jit
+def _store_row_pairs(words, data, scale, d_row, r, I: tl.constexpr):
+    """Words of rows r and r + 1 -> FP8 rows."""
+    first, second = _unpair(words)
+    scale_1, inverse_1, scale_2, inverse_2 = _fp8_scales_of_pairs(_amax_pairs(words, 1))
+    at = data + (r[:, None] * (2 * I) + _line(128, gl.SliceLayout(0, ROWS))[None, :])
+    tl.store(at, _encode_e4m3(first * inverse_1[:, None]))
+    tl.store(at + 2 * I, _encode_e4m3(second * inverse_2[:, None]))
+    tl.store(scale + r * d_row, scale_1)
+    tl.store(scale + (r + 1) * d_row, scale_2)
+
+
+@_gluon_jit
+def _store_staged(staged, data, scale, s_row, pitch):
+    """The words of four steps -> FP8 cols, a scale for each column."""
+    w0, w1, w2, w3 = _get(staged[0], COLS), _get(staged[1], COLS), _get(staged[2], COLS), _get(staged[3], COLS)
+    top = _larger_of_pairs(_larger_of_pairs(w0, w1), _larger_of_pairs(w2, w3))
+    left, right = tl.split(tl.reshape(top, (16, 64, 2)))
+    scale_1, inverse_1, scale_2, inverse_2 = _fp8_scales_of_pairs(_amax_pairs(_amax_within(left, right), 0))
+    scales = _as(tl.reshape(tl.join(scale_1, scale_2), (128,)), gl.SliceLayout(0, COLS))
+    inverse = _as(tl.reshape(tl.join(inverse_1, inverse_2), (128,)), gl.SliceLayout(0, COLS))[None, :]
+    a0, b0 = _unpair(w0)
+    a1, b1 = _unpair(w1)
+    a2, b2 = _unpair(w2)
+    a3, b3 = _unpair(w3)
+    x = tl.join(_encode_columns(a0 * inverse, b0 * inverse, a1 * inverse, b1 * inverse),
+                _encode_columns(a2 * inverse, b2 * inverse, a3 * inverse, b3 * inverse))  # [j, column, first or last four rows]
+    x = _as(tl.reshape(tl.permute(x, (1, 0, 2)), (128, 32)), OUT)
+    k, m = _line(128, gl.SliceLayout(1, OUT)), _line(32, gl.SliceLayout(0, OUT))
+    tl.store(data + k.to(tl.int64)[:, None] * pitch + m[None, :], x)
+    tl.store(scale + _line(128, gl.SliceLayout(0, COLS)) * s_row, scales)
+
+
+@_gluon_jit
+def _nth_tile(t, tiles_m, tiles_k: tl.constexpr):
+    """Bands of eight tiles of rows, rows fastest, so that neighbours share pages of memory in rows and in columns."""
+    x, first = t % (8 * tiles_k), t // (8 * tiles_k) * 8
+    if first + 8 <= tiles_m:
+        m, k = first + x % 8, x // 8
+    else:
+        m, k = first + x // tiles_k, x % tiles_k
+    return tl.minimum(m, tiles_m), k
+
+
+@_gluon_jit(do_not_specialize=["M"])
+def _swiglu_backward(da, p, pair, shift, end, h, h_scale, h_row, h_col, dh8, dh_scale, d_row, d_col, dh_t, dh_t_scale, dt_row,
+                     dt_col, a_t, a_t_scale, at_row, at_col, dp, M, I: tl.constexpr, n: tl.constexpr, B: tl.constexpr):
+    """da [M, I], h, p -> dh as FP8 rows [M, 2I] and cols [2I, M], a as FP8 cols [I, M]; dp [M, I/128], a part a tile. A tile's
+    row has n elements of gate and n of up (128, or 16 words), and B scales of each. Programs go from tile to tile."""
+    tiles_k: tl.constexpr = I // 128
+    tiles_m = M // 128
+    if end is not None:
+        tiles_m = tl.minimum(tl.load(end) // 128, tiles_m)
+    total = tiles_m * tiles_k
+    pitch = M // 128 * 32  # of columns, in words
+    j = _line(16, gl.SliceLayout(1, ROWS)) * 8
+    tile_m, tile_k = _nth_tile(tl.program_id(0), tiles_m, tiles_k)
+    more, rooms_0 = tl.program_id(0) < total, _rooms(da, h, n)
+    _fetch_step(rooms_0, _sources(da, h, pair, shift, tile_m, tile_k, more, n, I), 0, more, n, I)
+    weight, gate_scale, up_scale = _of_rows(p, pair, shift, h_scale, h_row, h_col, tile_m, tile_k, more, B, I)
+    for t in range(tl.program_id(0), total, tl.num_programs(0)):
+        tile_m, tile_k = _nth_tile(t, tiles_m, tiles_k)
+        row0, col0 = _origin(tile_m, 128), tile_k * 128
+        sources = _sources(da, h, pair, shift, tile_m, tile_k, True, n, I)
+        rooms_1, rooms_2, rooms_3 = _rooms(da, h, n), _rooms(da, h, n), _rooms(da, h, n)
+        _fetch_step(rooms_1, sources, 1, True, n, I)
+        _fetch_step(rooms_2, sources, 2, True, n, I)
+        _fetch_step(rooms_3, sources, 3, True, n, I)
+        rooms = (rooms_0, rooms_1, rooms_2, rooms_3)
+        w, gs, us = _put(weight, FLAT), _put(gate_scale, FLAT), _put(up_scale, FLAT)
+        rows8, rows_scale = dh8 + row0 * (2 * I) + col0, dh_scale + row0 * d_row + tile_k * d_col
+        dp_tile = dp + tile_k * M.to(tl.int64) + row0
+        gates, ups, values = (), (), ()
+        for step in tl.static_range(STEPS):
+            _wait(STEPS - 1 - step)
+            dgate_1, dup_1, a_1, dp_1 = _gradients_of_rows(0, rooms[step], sources, step, w, gs, us, n, B, I)
+            dgate_2, dup_2, a_2, dp_2 = _gradients_of_rows(1, rooms[step], sources, step, w, gs, us, n, B, I)
+            dgate, dup, a = _pair(dgate_1, dgate_2), _pair(dup_1, dup_2), _pair(a_1, a_2)
+            gates, ups, values = gates + (_put(dgate, STAGE),), ups + (_put(dup, STAGE),), values + (_put(a, STAGE),)
+            r = j + 2 * step
+            tl.store(dp_tile + r, dp_1)
+            tl.store(dp_tile + r + 1, dp_2)
+            _store_row_pairs(dgate, rows8, rows_scale, d_row, r, I)
+            _store_row_pairs(dup, rows8 + I, rows_scale + tiles_k * d_col, d_row, r, I)
+        # the next tile's first step and scales travel while this one's columns are written
+        next_m, next_k = _nth_tile(t + tl.num_programs(0), tiles_m, tiles_k)
+        more = t + tl.num_programs(0) < total
+        _fetch_step(rooms_0, _sources(da, h, pair, shift, next_m, next_k, more, n, I), 0, more, n, I)
+        weight, gate_scale, up_scale = _of_rows(p, pair, shift, h_scale, h_row, h_col, next_m, next_k, more, B, I)
+        at, up_at = col0 * pitch.to(tl.int64) + tile_m * 32, I * pitch.to(tl.int64)
+        _store_staged(gates, dh_t + at, dh_t_scale + col0 * dt_row + tile_m * dt_col, dt_row, pitch)
+        _store_staged(ups, dh_t + at + up_at, dh_t_scale + (col0 + I) * dt_row + tile_m * dt_col, dt_row, pitch)
+        _store_staged(values, a_t + at, a_t_scale + col0 * at_row + tile_m * at_col, at_row, pitch)
+
+
+# ---- the same row by row for the BF16 recipe, which needs no columns
+
+@triton.jit
+def _real_rows(pair, row0, r):
+    """A tile's pairs, and its rows or -1 where they are padding."""
+    of_row = tl.load(pair + row0 + r)
+    return of_row, tl.where(of_row < 0, -1, row0 + r)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _swiglu_bf16(h, p, pair, end, out, M, I: tl.constexpr, R: tl.constexpr):
+    """h [M, 2I], out [M, I] in pairs; zeros in padding."""
     tile_m, tile_k = _tile(I, 128)
-    row0, r, one, up_k = _origin(tile_m, 128), tl.arange(0, 128), tl.arange(0, 1), tile_k + I // 128
+    row0, r, c = _origin(tile_m, R), tl.arange(0, R), tl.arange(0, 64)
     if _past_end(end, row0):
         return
-    s = tl.load(shift + tile_m)
-    g0, u0, a0, x0, y0, z0 = _swiglu_quad(0, da, p, pair, s, h8, h8_scale, h_row, h_col, h4, h4_scale, dh8, tile_m, tile_k, M, I)
-    g1, u1, a1, x1, y1, z1 = _swiglu_quad(1, da, p, pair, s, h8, h8_scale, h_row, h_col, h4, h4_scale, dh8, tile_m, tile_k, M, I)
-    g2, u2, a2, x2, y2, z2 = _swiglu_quad(2, da, p, pair, s, h8, h8_scale, h_row, h_col, h4, h4_scale, dh8, tile_m, tile_k, M, I)
-    g3, u3, a3, x3, y3, z3 = _swiglu_quad(3, da, p, pair, s, h8, h8_scale, h_row, h_col, h4, h4_scale, dh8, tile_m, tile_k, M, I)
-    _store(dh_scale, _joined(x0, x1, x2, x3), row0, r, _origin(tile_k, 1), one, d_row, d_col, M, 2 * I // 128)
-    _store(dh_scale, _joined(y0, y1, y2, y3), row0, r, _origin(up_k, 1), one, d_row, d_col, M, 2 * I // 128)
-    _store(dp, _joined(z0, z1, z2, z3), row0, r, _origin(tile_k, 1), one, 1, M, M, I // 128)
-    _store_as_cols(g0, g1, g2, g3, dh_t, dh_t_scale, dt_row, dt_col, tile_m, tile_k, M, 2 * I)
-    _store_as_cols(u0, u1, u2, u3, dh_t, dh_t_scale, dt_row, dt_col, tile_m, up_k, M, 2 * I)
-    _store_as_cols(a0, a1, a2, a3, a_t, a_t_scale, at_row, at_col, tile_m, tile_k, M, I)
+    of_row, rows = _real_rows(pair, row0, r)
+    gate_1, gate_2 = _unpair(_gather(h, rows, _origin(tile_k, 64), c, I, 1, I, 0))
+    up_1, up_2 = _unpair(_gather(h, rows, _origin(tile_k, 64) + I // 2, c, I, 1, I, 0))
+    weight = tl.load(p + of_row, mask=of_row >= 0, other=0)[:, None]
+    words = _pair(gate_1 * _sigmoid(gate_1) * up_1 * weight, gate_2 * _sigmoid(gate_2) * up_2 * weight)
+    _store(out, words, row0, r, _origin(tile_k, 64), c, I // 2, 1, M, I // 2)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _swiglu_backward_bf16(da, h, p, pair, end, dh, a, dp, M, I: tl.constexpr, R: tl.constexpr):
+    """da, a [M, I], h, dh [M, 2I] in pairs; zeros in padding."""
+    tile_m, tile_k = _tile(I, 128)
+    row0, r, c, col0 = _origin(tile_m, R), tl.arange(0, R), tl.arange(0, 64), _origin(tile_k, 64)
+    if _past_end(end, row0):
+        return
+    of_row, rows = _real_rows(pair, row0, r)
+    d_1, d_2 = _unpair(_gather(da, rows, col0, c, I // 2, 1, I // 2, 0))
+    gate_1, gate_2 = _unpair(_gather(h, rows, col0, c, I, 1, I, 0))
+    up_1, up_2 = _unpair(_gather(h, rows, col0 + I // 2, c, I, 1, I, 0))
+    weight = tl.load(p + of_row, mask=of_row >= 0, other=0)[:, None]
+    dgate_1, d_silu_1, a_1 = _swiglu_gradients(d_1, gate_1, up_1 * weight)
+    dgate_2, d_silu_2, a_2 = _swiglu_gradients(d_2, gate_2, up_2 * weight)
+    _store(dh, _pair(dgate_1, dgate_2), row0, r, col0, c, I, 1, M, I)
+    _store(dh, _pair(d_silu_1 * weight, d_silu_2 * weight), row0, r, col0 + I // 2, c, I, 1, M, I)
+    _store(a, _pair(a_1, a_2), row0, r, col0, c, I // 2, 1, M, I // 2)
+    tl.store(dp + tile_k.to(tl.int64) * M + row0 + r, tl.sum(tl.fma(d_silu_1, up_1, d_silu_2 * up_2), 1))
 
 
 # -----------------------------------------------------------------------------
@@ -996,17 +1450,17 @@ def _swiglu_backward(da, p, pair, shift, end, h8, h8_scale, h_row, h_col, h4, h4
 
 @triton.jit
 def _count_pairs(ids, counts, n, E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
-    """How many of a chunk's pairs each expert gets: counts [chunks, E]. Bin E takes those that live elsewhere."""
+    """How many of a chunk's pairs each expert gets: counts [chunks, E]. Bin E takes those that live elsewhere or nowhere."""
     at = _origin(tl.program_id(0), CHUNK) + tl.arange(0, CHUNK)
     expert = tl.load(ids + at, mask=at < n, other=-1)
-    count, e = tl.histogram(tl.where(expert < 0, E, expert), BINS), tl.arange(0, BINS)
+    count, e = tl.histogram(tl.where((expert < 0) | (expert >= E), E, expert), BINS), tl.arange(0, BINS)
     tl.store(counts + _origin(tl.program_id(0), E) + e, count, mask=e < E)
 
 
 @triton.jit
 def _lay_out(counts, offsets, tile_expert, tile_shift, pair, chunks, tiles, E: tl.constexpr, BINS: tl.constexpr):
     """One program: counts become the numbers of pairs in earlier chunks; offsets [E + 1]; each tile's expert (-1: none) and
-    what to subtract from a row for its number without padding; -1 in pair's padding."""
+    what to subtract from a row for its number without padding; -1 in pair's padding and behind the last expert."""
     e, step = tl.arange(0, BINS), tl.arange(0, 16)
     total = tl.zeros((BINS,), tl.int32)
     for chunk in range(0, chunks, 16):
@@ -1017,7 +1471,8 @@ def _lay_out(counts, offsets, tile_expert, tile_shift, pair, chunks, tiles, E: t
         total += tl.sum(count, 0)
     padded = (total + 127) // 128 * 128
     first, begin = tl.cumsum(total, 0) - total, tl.cumsum(padded, 0) - padded
-    tl.store(offsets + e, begin, mask=e <= E)  # bins from E on are empty, so entry E is the end
+    # bins from E on are empty, so entry E is the end; never behind the last row, if there are more pairs than room
+    tl.store(offsets + e, tl.minimum(begin, tiles * 128), mask=e <= E)
     for tile in range(0, tiles, 16):
         row = (tile + step)[:, None] * 128
         here = (row >= begin[None, :]) & (row < (begin + padded)[None, :])
@@ -1026,21 +1481,27 @@ def _lay_out(counts, offsets, tile_expert, tile_shift, pair, chunks, tiles, E: t
         tl.store(tile_shift + tile + step, tl.sum(tl.where(here, (begin - first)[None, :], 0), 1), mask=tile + step < tiles)
     for r in range(0, 128, 16):
         row = (total + r)[None, :] + step[:, None]
-        tl.store(pair + begin[None, :] + row, -1, mask=row < padded[None, :])
+        tl.store(pair + begin[None, :] + row, -1, mask=(row < padded[None, :]) & (begin[None, :] + row < tiles * 128))
+    for r in range(tl.sum(padded, 0), tiles * 128, 1024):
+        row = r + tl.arange(0, 1024)
+        tl.store(pair + row, -1, mask=row < tiles * 128)
 
 
 @triton.jit
-def _place_pairs(ids, before, offsets, pair, row, n, E: tl.constexpr, CHUNK: tl.constexpr):
-    """A pair's row: its expert's first, and the pairs of that expert in earlier chunks, and earlier in this one."""
+def _place_pairs(ids, before, offsets, tile_shift, pair, row, n, num_rows, num_pairs, E: tl.constexpr, CHUNK: tl.constexpr):
+    """A pair's row: its expert's first, and the pairs of that expert in earlier chunks, and earlier in this one. None, -1, for
+    pairs whose expert does not exist, and for those that there is no room for, among rows or in what is kept of h."""
     i = tl.arange(0, CHUNK)
     at = _origin(tl.program_id(0), CHUNK) + i
     expert = tl.load(ids + at, mask=at < n, other=-1)
     rank = tl.sum(((expert[:, None] == expert[None, :]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
-    here = expert >= 0
+    here = (expert >= 0) & (expert < E)
     earlier = tl.load(before + _origin(tl.program_id(0), E) + expert, mask=here, other=0)
     place = tl.load(offsets + expert, mask=here, other=0) + earlier + rank
-    tl.store(row + at, tl.where(here, place, -1), mask=at < n)
-    tl.store(pair + place, at.to(tl.int32), mask=here)
+    here = here & (place < num_rows)
+    fits = here & (place - tl.load(tile_shift + place // 128, mask=here, other=0) < num_pairs)
+    tl.store(row + at, tl.where(fits, place, -1), mask=at < n)
+    tl.store(pair + place, tl.where(fits, at, -1).to(tl.int32), mask=here)
 
 
 @triton.jit
@@ -1060,7 +1521,270 @@ def _sum_rows(y, row_of, out, H: tl.constexpr, PER: tl.constexpr, C: tl.constexp
 
 
 # -----------------------------------------------------------------------------
+# FP8 GEMMs, in Gluon: grouped over experts, forward and Dgrad, and Wgrad; dense with one expert.
+#
+# C = A B^T, both operands E4M3 and contiguous along the contraction; every 128 of it, sums are scaled and promoted to float32.
+# One program a multiprocessor goes from tile to tile: a producer warp loads by TMA, two warpgroups multiply.
+#
+#   tile        128x256 of C, rows of one expert. Warpgroup g has rows 64 g ... 64 g + 63, in two waves of 128 columns
+#   stage       what 128 of the contraction takes: one 128x128 block of A, two of B (48 KB for 1024 cycles of the tensor cores),
+#               the scale of A times that of B for each row and half, and where the tile lies in C. Three stages
+#   registers   128 of sums and 64 of one partial sum a thread. Two partial sums do not fit, so a wave is multiplied when the last
+#               one's sum has been read; meanwhile the other warpgroup multiplies
+#   turns       the tensor cores share themselves between two warpgroups that multiply at once: both would end together, and
+#               promote together while nothing is multiplied. So they take turns at beginning a wave: 8 % at K = 7168
+
+PUT_LEFT, PUT_RIGHT = gl.constexpr(1), gl.constexpr(2)  # of a tile, the halves that are written to C
+
+
+# ---- where tiles lie
+
+@gluon.jit
+def _num_gemm_tiles(where):
+    """where: rows of C (M, or an expert's in wgrad), its columns N, contraction K, experts (in wgrad; else 1), GROUP."""
+    return gl.cdiv(where[0], 128) * gl.cdiv(where[1], 256) * where[3]
+
+
+@gluon.jit
+def _tile_order(i, tiles_m, tiles_n, GROUP):
+    """Tile i -> row tile, column tile: GROUP row tiles by all column tiles, rows fastest, so that what runs together shares much.
+
+    GROUP 2, 3 row tiles, 2 column tiles: (0, 0) (1, 0) (0, 1) (1, 1) (2, 0) (2, 1)."""
+    group = i // (GROUP * tiles_n)
+    rows = gl.minimum(tiles_m - group * GROUP, GROUP)
+    i = i % (GROUP * tiles_n)
+    return group * GROUP + i % rows, i // rows
+
+
+@gluon.jit
+def _gemm_tile(i, experts, where, WGRAD: gl.constexpr):
+    """Tile i: expert (negative: none), row, column, where its contraction begins and in how many steps of 128 it goes."""
+    rows, N, K, _, GROUP = where
+    tiles_m, tiles_n = gl.cdiv(rows, 128), gl.cdiv(N, 256)
+    if experts is None:  # a plain linear
+        m, n = _tile_order(i, tiles_m, tiles_n, GROUP)
+        expert, start, steps = 0, 0, gl.cdiv(K, 128)
+    elif WGRAD:  # experts [E + 1]: the first token of each
+        expert = i // (tiles_m * tiles_n)
+        m, n = _tile_order(i % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+        start = gl.load(experts + expert)
+        steps = (gl.load(experts + expert + 1) - start) // 128
+    else:  # experts [M/128]: the expert of each row tile
+        m, n = _tile_order(i, tiles_m, tiles_n, GROUP)
+        expert, start, steps = gl.load(experts + m), 0, gl.cdiv(K, 128)
+    return expert, m * 128, n * 256, start, steps
+
+
+# ---- the producer
+
+@gluon.jit
+def _load_tiles(a_desc, b_desc, shared, a_scale, a_step, b_scale, b_step, experts, where, WGRAD: gl.constexpr,
+                ADD: gl.constexpr, STAGES: gl.constexpr):
+    """Load what tiles need, stage by stage, as far ahead as stages are empty."""
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    ALL: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    bufs, _, scales, infos, empty, ready, _ = shared
+    bufs = bufs._reinterpret(bufs.dtype, [STAGES * 3, 128, 128], bufs.layout)
+    rows, N, K, _, _ = where
+    r, q = gl.arange(0, 256, layout=LANES), gl.arange(0, 4, layout=ALL)
+    done = 0
+    for i in range(gl.program_id(0), _num_gemm_tiles(where), gl.num_programs(0)):
+        expert, row, col, start, steps = _gemm_tile(i, experts, where, WGRAD)
+        if expert >= 0:
+            flags = gl.where(col + 128 < N, PUT_LEFT + PUT_RIGHT, PUT_LEFT)
+            if ADD:
+                flags = gl.where(steps > 0, flags, 0)
+            some = steps > 0
+            at_a, below = a_scale + start // 128 * a_step + row + r % 128, (row + r % 128 < rows) & some
+            if WGRAD:
+                b_row, c_expert = col, expert
+                left, to_right = b_scale + start // 128 * b_step + col // 128, 1
+            else:
+                b_row, c_expert = expert * N + col, 0
+                left, to_right = b_scale + (expert * gl.cdiv(N, 128) + col // 128) * steps, steps
+            right = left + gl.where(col + 128 < N, to_right, 0)
+            if steps == 0:  # an expert without tokens: one step outside the operands, where TMA reads zeros, and no scales
+                start = K
+            steps = gl.maximum(steps, 1)
+            info = gl.where(q < 2, gl.where(q < 1, row, col), gl.where(q < 3, steps, c_expert * 4 + flags))
+            sa = gl.load(at_a, mask=below, other=0.0)
+            sl, sr = gl.load(left, mask=some, other=0.0), gl.load(right, mask=some, other=0.0)
+            for k in range(steps):
+                stage, phase, at = done % STAGES, done // STAGES & 1, start + k * 128
+                full = ready.index(stage)
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                mbarrier.expect(full, 3 * 128 * 128)
+                tma.async_copy_global_to_shared(a_desc, [row, at], full, bufs.index(stage * 3))
+                tma.async_copy_global_to_shared(b_desc, [b_row, at], full, bufs.index(stage * 3 + 1))
+                tma.async_copy_global_to_shared(b_desc, [b_row + 128, at], full, bufs.index(stage * 3 + 2))
+                scales.index(stage).store(sa * gl.where(r < 128, sl, sr))
+                infos.index(stage).store(info)
+                mbarrier.arrive(full, count=1)
+                after = gl.minimum(k + 1, steps - 1)
+                sa = gl.load(at_a + after * a_step, mask=below, other=0.0)
+                sl = gl.load(left + after * b_step, mask=some, other=0.0)
+                sr = gl.load(right + after * b_step, mask=some, other=0.0)
+                done += 1
+    mbarrier.wait(empty.index(done % STAGES), done // STAGES & 1 ^ 1)
+    infos.index(done % STAGES).store(q * 0)
+    mbarrier.arrive(ready.index(done % STAGES), count=2)
+
+
+# ---- warpgroups that multiply
+
+@gluon.jit
+def _await_turn(G: gl.constexpr):
+    """Wait until the other warpgroup has given the turn: barrier 8 + G, both warpgroups' 256 threads."""
+    gl.inline_asm_elementwise(f"bar.sync {8 + G}, 256; mov.u32 $0, $1;", "=r,r", [gl.program_id(0)], gl.int32, False, 1)
+
+
+@gluon.jit
+def _give_turn(G: gl.constexpr):
+    gl.inline_asm_elementwise(f"bar.arrive {9 - G}, 256; mov.u32 $0, $1;", "=r,r", [gl.program_id(0)], gl.int32, False, 1)
+
+
+@gluon.jit
+def _begin_wave(G: gl.constexpr, a, b, d, never):
+    """d = a @ b^T, not waited for. d goes in and out as wgmma's accumulator although it begins at zero: `never` is false, but
+    no compiler knows, so that none takes other registers for it or begins before the last wave's d has been read."""
+    _await_turn(G)
+    d = warpgroup_mma(a, b.permute((1, 0)), d, use_acc=never, is_async=True)
+    _give_turn(G)
+    return d
+
+
+@gluon.jit
+def _once_read(d, acc):
+    """d and acc, once acc is computed. No instruction, but the compiler puts off no addition past it, copying d."""
+    return gl.inline_asm_elementwise("", "=f,=f,0,1", [d, acc], dtype=(gl.float32, gl.float32), is_pure=False, pack=1)
+
+
+@builtin
+def _add_to_global(desc, coord, src, _semantic=None):
+    """TMA adds shared to global memory, each element once, so in no order that could matter. Gluon 3.8: tma.async_atomic_add."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def _write_wave(acc, G: gl.constexpr, c_desc, c_bufs, olds, n, e, row, col, TRANSPOSE: gl.constexpr, ADD: gl.constexpr,
+                BUFS: gl.constexpr):
+    """A wave's 64x128 to C, through shared memory, warpgroup G's n-th; the copy is not waited for. Added to float32 by the
+    copy; to bfloat16 here, so that only the sum is rounded."""
+    tma.store_wait(BUFS - 1)  # the copy before the last one, or the last one, was of this buffer: it has been read
+    buf, old = c_bufs.index(G * BUFS + n % BUFS), olds.index(G)
+    if TRANSPOSE:
+        view = buf.reshape([128, 64]).permute((1, 0))
+        row, col = col, row
+    else:
+        view = buf.reshape([64, 128])
+    if ADD and c_desc.dtype == gl.bfloat16:
+        mbarrier.expect(old, 64 * 128 * 2)
+        tma.async_copy_global_to_shared(c_desc, [e, row, col], old, buf)
+        mbarrier.wait(old, n & 1)
+        acc += view.load(acc.type.layout).to(gl.float32)
+    view.store(acc.to(c_desc.dtype))
+    fence_async_shared()
+    if ADD and c_desc.dtype == gl.float32:
+        _add_to_global(c_desc, [e, row, col], buf)
+    else:
+        tma.async_copy_shared_to_global(c_desc, [e, row, col], buf)
+
+
+@gluon.jit
+def _next_tile(infos, ready, done, STAGES: gl.constexpr):
+    """What the producer says of the tile that begins with the next stage: row, column, steps (0: no tile), expert and flags."""
+    ALL: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    q = gl.arange(0, 4, layout=ALL)
+    mbarrier.wait(ready.index(done % STAGES), done // STAGES & 1)
+    info = infos.index(done % STAGES).load(ALL)  # a scalar comes from shared memory only by way of a sum
+    return (gl.sum(gl.where(q == 0, info, 0), 0), gl.sum(gl.where(q == 1, info, 0), 0), gl.sum(gl.where(q == 2, info, 0), 0),
+            gl.sum(gl.where(q == 3, info, 0), 0))
+
+
+@gluon.jit
+def _multiply(G: gl.constexpr, c_desc, shared, TRANSPOSE: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr,
+              BUFS: gl.constexpr, EARLY: gl.constexpr):
+    """Warpgroup G's 64x256 of each tile that the producer loads."""
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    ROWS: gl.constexpr = gl.SliceLayout(1, L)
+    bufs, c_bufs, scales, infos, empty, ready, olds = shared
+    blocks = bufs._reinterpret(bufs.dtype, [STAGES * 3, 128, 128], bufs.layout)
+    scales = scales._reinterpret(scales.dtype, [STAGES * 4, 64], scales.layout)
+    d = gl.zeros((64, 128), gl.float32, L)
+    if G == 1:
+        _give_turn(G)
+    done, written = 0, 0
+    row, col, steps, flags = _next_tile(infos, ready, done, STAGES)
+    while steps > 0:
+        row, e, never = row + 64 * G, flags >> 2, steps < 0
+        left, right = gl.zeros((64, 128), gl.float32, L), gl.zeros((64, 128), gl.float32, L)
+        for k in range(steps):
+            stage, phase = done % STAGES, done // STAGES & 1
+            mbarrier.wait(ready.index(stage), phase)
+            a, s_left, s_right = bufs.index(stage * 6 + G), scales.index(stage * 4 + G), scales.index(stage * 4 + 2 + G)
+            s_left, s_right = s_left.load(ROWS), s_right.load(ROWS)
+            d = _begin_wave(G, a, blocks.index(stage * 3 + 1), d, never)
+            d = warpgroup_mma_wait(0, deps=(d,))
+            left = gl.fma(d, s_left[:, None], left)
+            d, left = _once_read(d, left)
+            d = _begin_wave(G, a, blocks.index(stage * 3 + 2), d, never)
+            if EARLY:
+                if (k == steps - 1) & (flags & PUT_LEFT != 0):
+                    _write_wave(left, G, c_desc, c_bufs, olds, written, e, row, col, TRANSPOSE, ADD, BUFS)
+                    written += 1
+            d = warpgroup_mma_wait(0, deps=(d,))
+            right = gl.fma(d, s_right[:, None], right)
+            mbarrier.arrive(empty.index(stage), count=1)
+            done += 1
+        if not EARLY:
+            if flags & PUT_LEFT != 0:
+                _write_wave(left, G, c_desc, c_bufs, olds, written, e, row, col, TRANSPOSE, ADD, BUFS)
+                written += 1
+        if flags & PUT_RIGHT != 0:
+            _write_wave(right, G, c_desc, c_bufs, olds, written, e, row, col + 128, TRANSPOSE, ADD, BUFS)
+            written += 1
+        row, col, steps, flags = _next_tile(infos, ready, done, STAGES)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _gemm(a_scale, a_step, b_scale, b_step, experts, a_desc, b_desc, c_desc, rows, N, K, num_experts, GROUP,
+          WGRAD: gl.constexpr, TRANSPOSE: gl.constexpr, ADD: gl.constexpr):
+    """a [rows, K], b [.., K], c [E, ..]; experts, rows, N, K, num_experts: see _gemm_tile. TRANSPOSE: tiles of C^T; ADD: to C."""
+    STAGES: gl.constexpr = 3
+    BUFS: gl.constexpr = 2 if c_desc.dtype == gl.bfloat16 else 1  # for C, a warpgroup
+    EARLY: gl.constexpr = not ADD or c_desc.dtype == gl.float32  # left half to C while the last wave multiplies, if registers do
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 6, 64, 128], a_desc.layout)
+    c_bufs = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFS] + c_desc.block_shape, c_desc.layout)
+    scales = gl.allocate_shared_memory(gl.float32, [STAGES, 256], FLAT)
+    infos = gl.allocate_shared_memory(gl.int32, [STAGES, 4], FLAT)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)  # two warpgroups have read the stage
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)  # TMA has written it, and the producer its scales
+    olds = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(ready.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(olds.index(i), count=1)
+    shared = (bufs, c_bufs, scales, infos, empty, ready, olds)
+    where = (rows, N, K, num_experts, GROUP)
+    gl.warp_specialize([
+        (_multiply, (0, c_desc, shared, TRANSPOSE, ADD, STAGES, BUFS, EARLY)),
+        (_multiply, (1, c_desc, shared, TRANSPOSE, ADD, STAGES, BUFS, EARLY)),
+        (_load_tiles, (a_desc, b_desc, shared, a_scale, a_step, b_scale, b_step, experts, where, WGRAD, ADD, STAGES)),
+    ], [4, 1], [232, 40])
+
+
+# -----------------------------------------------------------------------------
 # host side
+
+def _cdiv(a, b):
+    """triton.cdiv, which takes 2 us of the host's time."""
+    return -(-a // b)
+
 
 def _launch(kernel, programs, *args, num_warps=4, **constants):
     """So many programs, none for an empty tensor. No fused multiply-add but where it is written."""
@@ -1069,13 +1793,19 @@ def _launch(kernel, programs, *args, num_warps=4, **constants):
             kernel[(programs,)](*args, **constants, num_warps=num_warps, enable_fp_fusion=False)
 
 
+def _multiprocessors(x):
+    """Of x's GPU; on a CPU, where one program after the other runs, one."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+
+
 def _bytes(data):
     """FP8 codes, or any rows whose numbers do not matter, as kernels see them: bytes."""
-    return None if data is None else data.view(torch.uint8)
+    return None if data is None else data.view(torch.uint8) if data.numel() else data.new_empty(data.shape, dtype=torch.uint8)
 
 
 def _words(x):
-    """x [.., K] as 32-bit words, copied where its strides do not allow that; a new output's always do."""
+    """x [.., K], a multiple of four bytes wide, as 32-bit words, copied where its strides do not allow that; a new output's
+    always do."""
     if x is None:
         return None
     if not x.numel():
@@ -1083,7 +1813,7 @@ def _words(x):
     x = x.contiguous()
     if x.storage_offset() * x.element_size() % 4:
         x = x.clone()
-    return x.view(torch.uint8).view(torch.int32)
+    return x.view(torch.int32)
 
 
 def _columns(K, most):
@@ -1093,17 +1823,17 @@ def _columns(K, most):
 
 def _new_scale(like, rows, columns):
     """[rows, columns] with stride 1 along rows, as GEMMs load it."""
-    return like.new_empty((columns, rows), dtype=torch.float32).t()
+    return like.new_empty_strided((rows, columns), (1, rows), dtype=torch.float32)
 
 
 def _new_fp8_rows(like, M, K):
-    return like.new_empty((M, K), dtype=torch.float8_e4m3fn), _new_scale(like, M, triton.cdiv(K, 128))
+    return like.new_empty((M, K), dtype=torch.float8_e4m3fn), _new_scale(like, M, _cdiv(K, 128))
 
 
 def _new_fp8_cols(like, K, M):
     """Data [K, M], its rows a whole number of words apart, and the scale of each 128x128 tile."""
-    data = like.new_empty((K, triton.cdiv(M, 4) * 4), dtype=torch.float8_e4m3fn)
-    return data, _new_scale(like, triton.cdiv(K, 128), triton.cdiv(M, 128))
+    data = like.new_empty((K, _cdiv(M, 4) * 4), dtype=torch.float8_e4m3fn)
+    return data, _new_scale(like, _cdiv(K, 128), _cdiv(M, 128))
 
 
 def _new_fp4_rows(like, M, K):
@@ -1132,10 +1862,10 @@ def _launch_quantize_rows(x, fp8=(None, None), fp4=(None, None), rule="even"):
     if x.dtype == torch.bfloat16 and fp4[0] is not None and rule == "even":
         C = _columns(K, 1024)
         R = 1024 // C
-        _launch(_quantize_pairs, triton.cdiv(M, R) * triton.cdiv(K, C), _words(x), *out, M, K, R, C, num_warps=1)
+        _launch(_quantize_pairs, _cdiv(M, R) * _cdiv(K, C), _words(x), *out, M, K, R, C, num_warps=1)
     else:
         R, C = 16, _columns(K, 256)
-        _launch(_quantize_rows, triton.cdiv(M, R) * triton.cdiv(K, C), x, *x.stride(), *out, M, K, CARRY_MX[rule], R, C)
+        _launch(_quantize_rows, _cdiv(M, R) * _cdiv(K, C), x, *x.stride(), *out, M, K, CARRY_MX[rule], R, C)
 
 
 def quantize_fp8_rows(x):
@@ -1159,10 +1889,19 @@ def quantize_fp8_fp4_rows(x):
     return *fp8, *fp4
 
 
+def quantize_fp8_rows_and_cols(x):
+    """x [M, K] -> the two tensors of quantize_fp8_rows(x), and those of quantize_fp8_rows(x.t()), from one read."""
+    (M, K), x = x.shape, x.contiguous()
+    fp8, data_t, scale_t = _new_fp8_rows(x, M, K), _new_fp8_cols(x, K, M)[0], _new_scale(x, K, _cdiv(M, 128))
+    _launch(_quantize_rows_and_cols, _cdiv(M, 128) * _cdiv(K, 128), x, *_fp8_out(fp8), _words(data_t), scale_t,
+            *scale_t.stride(), M, K, _cdiv(M, 4))
+    return *fp8, data_t[:, :M], scale_t
+
+
 def _launch_quantize_blocks(w, transpose):
     w_ENK = w if w.dim() == 3 else w[None]
     (E, N, K), lead = w_ENK.shape, w.shape[:-2]
-    tiles_n, tiles_k, pitch = triton.cdiv(N, 128), triton.cdiv(K, 128), triton.cdiv(N, 4)
+    tiles_n, tiles_k, pitch = _cdiv(N, 128), _cdiv(K, 128), _cdiv(N, 4)
     data, scale = w.new_empty(w.shape, dtype=torch.float8_e4m3fn), w.new_empty((*lead, tiles_n, tiles_k), dtype=torch.float32)
     data_t = scale_t = None
     if transpose and K % BOTH_WAYS == 0:
@@ -1193,9 +1932,8 @@ def rms_norm(x, weight, eps, bf16=True, fp8=False, fp4=False):
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if bf16 else None
     rows8 = _new_fp8_rows(x, M, K) if fp8 else (None, None)
     rows4 = _new_fp4_rows(x, M, K) if fp4 else (None, None)
-    C = min(1024, max(128, triton.next_power_of_2(K)))
-    _launch(_rms_norm, M, _words(x), weight.view(torch.int64), _words(y), *_fp8_out(rows8), _words(rows4[0]), rows4[1], eps, M, K,
-            1, C)
+    C = min(1024, max(128, 1 << (K - 1).bit_length()))
+    _launch(_rms_norm, M, _words(x), weight.view(torch.int64), _words(y), *_fp8_out(rows8), _words(rows4[0]), rows4[1], eps, K, C)
     return y, *rows8, *rows4
 
 
@@ -1203,7 +1941,7 @@ def rms_norm_backward(dy, x, weight, eps):
     """dy, x [M, K] bfloat16 -> dx [M, K] bfloat16, dw [K] float32."""
     M, K = x.shape
     num_warps = 4 if K > 4096 else 2 if K > 2048 else 1
-    programs = min(M, 8 // num_warps * (torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1))
+    programs = min(M, 8 // num_warps * _multiprocessors(x))
     dx, dw = torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty((programs, K), dtype=torch.float32)
     _launch(_rms_norm_backward, programs, _words(dy), _words(x), weight, _words(dx), dw, eps, M, K,
             triton.next_power_of_2(K // 2), num_warps=num_warps)
@@ -1215,7 +1953,7 @@ def fp8_to_fp4(data, scale):
     M, K = data.shape
     fp4, C = _new_fp4_rows(data, M, K), _columns(K, 1024)
     R = 4096 // C
-    _launch(_fp8_to_fp4, triton.cdiv(M, R) * triton.cdiv(K, C), _words(data), scale, *scale.stride(), _words(fp4[0]), fp4[1], M,
+    _launch(_fp8_to_fp4, _cdiv(M, R) * _cdiv(K, C), _words(data), scale, *scale.stride(), _words(fp4[0]), fp4[1], M,
             K, R, C, num_warps=1)
     return fp4
 
@@ -1228,7 +1966,7 @@ def fp4_fan_out_rows(data, scale, index=None, end=None, per=1):
     K, M = data.shape[1] * 2, len(data) if index is None else len(index)
     fp8, C = _new_fp8_rows(data, M, K), _columns(K, 1024)
     R = min(128, 16384 // C)
-    _launch(_fp4_to_fp8_rows, triton.cdiv(M, R) * triton.cdiv(K, C), _e2m1_table(data.device), _words(data), scale.contiguous(),
+    _launch(_fp4_to_fp8_rows, _cdiv(M, R) * _cdiv(K, C), _e2m1_table(data.device), _words(data), scale.contiguous(),
             index, end, _words(fp8[0]), *_fp8_out(fp8)[1:], M, K, per, R, C)
     return fp8
 
@@ -1237,21 +1975,23 @@ def fp4_fan_out_cols(data, scale, index=None, end=None, per=1):
     """MXFP4 rows -> FP8 cols: data [K, M], scale [ceil(K/128), ceil(M/128)], one value a 128x128 tile."""
     K, M = data.shape[1] * 2, len(data) if index is None else len(index)
     fp8 = _new_fp8_cols(data, K, M)
-    _launch(_fp4_to_fp8_cols, triton.cdiv(M, 128) * triton.cdiv(K, 128), _e2m1_table(data.device), _words(data),
-            scale.contiguous(), index, end, _words(fp8[0]), *_fp8_out(fp8)[1:], M, K, triton.cdiv(M, 4), per,
+    _launch(_fp4_to_fp8_cols, _cdiv(M, 128) * _cdiv(K, 128), _e2m1_table(data.device), _words(data),
+            scale.contiguous(), index, end, _words(fp8[0]), *_fp8_out(fp8)[1:], M, K, _cdiv(M, 4), per,
             num_warps=1)
     return fp8[0][:, :M], fp8[1]
 
 
 def _launch_fan_out(data, scale, out, index, end, per):
     (_, K), M, C = data.shape, len(out[0]), _columns(data.shape[1], 256)
-    _launch(_fan_out_rows, triton.cdiv(M, 32) * triton.cdiv(K, C), data, *data.stride(), scale,
+    _launch(_fan_out_rows, _cdiv(M, 32) * _cdiv(K, C), data, *data.stride(), scale,
             *(scale.stride() if scale is not None else (0, 0)), index, end, *_fp8_out(out), M, K, per, 32, C)
 
 
-def bf16_fan_out_rows(x, index, end=None, per=1):
-    """x [T, K] bfloat16 -> [M, K]."""
+def fan_out_rows(x, index, end=None, per=1):
+    """x [T, K] of any dtype -> [M, K]."""
     out = x.new_empty((len(index), x.shape[1]))
+    if not len(x):
+        return out.zero_()
     _launch_fan_out(_bytes(x.contiguous()), None, (out, None), index, end, per)
     return out
 
@@ -1269,8 +2009,8 @@ def fp8_fan_out_cols(data, scale, index=None, end=None, per=1, rows=False):
     if rows and K % BOTH_WAYS:
         return *fp8_fan_out_cols(data, scale, index, end, per)[:2], *fp8_fan_out_rows(data, scale, index, end, per)
     fp8, rows8 = _new_fp8_cols(data, K, M), _new_fp8_rows(data, M, K) if rows else (None, None)
-    _launch(_fp8_rows_to_cols, triton.cdiv(M, 128) * triton.cdiv(K, 128), _bytes(data), *data.stride(), scale, *scale.stride(),
-            index, end, *_fp8_out(rows8), _words(fp8[0]), *_fp8_out(fp8)[1:], M, K, triton.cdiv(M, 4), per)
+    _launch(_fp8_rows_to_cols, _cdiv(M, 128) * _cdiv(K, 128), _bytes(data), *data.stride(), scale, *scale.stride(),
+            index, end, *_fp8_out(rows8), _words(fp8[0]), *_fp8_out(fp8)[1:], M, K, _cdiv(M, 4), per)
     return fp8[0][:, :M], fp8[1], *rows8
 
 
@@ -1296,47 +2036,73 @@ def fp8_rows_to_cols(data, scale):
 
 def swiglu(h, p, pair, shift, end, num_pairs, save_h="fp8"):
     """h [M, 2I] bfloat16 (gate, up), 128 | I and M; p [..] float32 by pair; pair, shift, end from group_rows -> a as FP8 rows
-    [M, I], and h [num_pairs, 2I] in the format save_h, "fp8" or "fp4", as it is kept: (a8, scale, data, scale)."""
+    [M, I], and h [num_pairs, 2I] in the format save_h, "fp8", "fp4" or none of them, as it is kept: (a8, scale, data, scale)."""
     M, I = h.shape[0], h.shape[1] // 2
-    a, (h8, h4) = _new_fp8_rows(h, M, I), ((None, None), (None, None))
+    a, (h8, h4), C = _new_fp8_rows(h, M, I), ((None, None), (None, None)), _columns(I, 512)
+    R, num_warps = 512 // C, 1
     if save_h == "fp8":
         h8 = (h.new_empty((num_pairs, 2 * I), dtype=torch.float8_e4m3fn),
               h.new_empty((num_pairs, 2 * I // 128), dtype=torch.float32))
-    else:
-        h4 = _new_fp4_rows(h, num_pairs, 2 * I)
-    R, num_warps = (4, 1) if save_h == "fp8" else (16, 2)
-    _launch(_swiglu, M // R * (I // 128), _words(h), p, pair, shift, end, *_fp8_out(a), *_fp8_out(h8), _words(h4[0]), h4[1], M,
-            I, R, num_warps=num_warps)
-    return *a, *(h8 if save_h == "fp8" else h4)
+    elif save_h == "fp4":
+        h4, C = _new_fp4_rows(h, num_pairs, 2 * I), _columns(I, 1024)
+        R, num_warps = (1024 // C, 1) if C > 128 else (16, 2)
+    _launch(_swiglu, M // R * (I // C), _words(h), p, pair, shift, end, *_fp8_out(a), *_fp8_out(h8), _words(h4[0]), h4[1], M,
+            I, R, C, num_warps=num_warps)
+    return *a, *(h4 if save_h == "fp4" else h8)
 
 
 def swiglu_backward(da, p, pair, shift, end, h, h_scale):
-    """da [M, I] bfloat16, h as kept by swiglu -> dh as FP8 rows [M, 2I] and cols [2I, M], a as FP8 cols [I, M] (both with a
-    scale for each column of 128 rows), dp [M, I/128] float32, of which the sum over a row is the gate weight's gradient."""
+    """da [M, I] bfloat16, h as kept by swiglu, or bfloat16 [M, 2I] with h_scale None and shift of no meaning -> dh as FP8 rows
+    [M, 2I] and cols [2I, M], a as FP8 cols [I, M] (both with a scale for each column of 128 rows), all rounded to bfloat16 first;
+    dp [M, I/128] float32, of which the sum over a row is the gate weight's gradient."""
     M, I = da.shape
-    fp8, fp4 = ((h, h_scale), (None, None)) if h.dtype == torch.float8_e4m3fn else ((None, None), (h, h_scale))
+    fp4 = h.dtype == torch.uint8
     dh, dp = _new_fp8_rows(da, M, 2 * I), _new_scale(da, M, I // 128)
     cols = lambda K: (da.new_empty((K, M), dtype=torch.float8_e4m3fn), _new_scale(da, K, M // 128))
     dh_t, a_t = cols(2 * I), cols(I)
-    _launch(_swiglu_backward, M // 128 * (I // 128), da, p, pair, shift, end, *_fp8_out(fp8), *fp4, *_fp8_out(dh),
-            _words(dh_t[0]), *_fp8_out(dh_t)[1:], _words(a_t[0]), *_fp8_out(a_t)[1:], dp, M, I, num_warps=8)
+    source = _words(h) if fp4 else h.contiguous() if h_scale is None else _bytes(h)
+    strides = (0, 0) if h_scale is None else h_scale.stride()
+    # two programs a multiprocessor: half of its registers and, but for bfloat16 h, of its shared memory each
+    programs = min(M // 128 * (I // 128), 2 * _multiprocessors(da))
+    _launch(_swiglu_backward, programs, da, p, pair, None if h_scale is None else shift, end, source, h_scale, *strides,
+            *_fp8_out(dh), _words(dh_t[0]), *_fp8_out(dh_t)[1:], _words(a_t[0]), *_fp8_out(a_t)[1:], dp, M, I,
+            16 if fp4 else 128, 4 if fp4 else 1, num_warps=8, **({} if INTERPRET.value else {"maxnreg": 128}))
     return *dh, *dh_t, *a_t, dp
 
 
-def group_rows(ids, num_experts, num_rows):
+def swiglu_bf16(h, p, pair, end):
+    """h [M, 2I] bfloat16 (gate, up) -> a = silu(gate) * up * p [M, I] bfloat16, zero in padding."""
+    M, I = h.shape[0], h.shape[1] // 2
+    out = h.new_empty((M, I))
+    _launch(_swiglu_bf16, M // 8 * (I // 128), _words(h), p, pair, end, _words(out), M, I, 8, num_warps=1)
+    return out
+
+
+def swiglu_backward_bf16(da, h, p, pair, end):
+    """da [M, I], h [M, 2I] bfloat16 -> dh [M, 2I], a [M, I] bfloat16, dp [M, I/128] float32, all zero in padding."""
+    M, I = da.shape
+    dh, a, dp = h.new_empty((M, 2 * I)), da.new_empty((M, I)), _new_scale(da, M, I // 128)
+    _launch(_swiglu_backward_bf16, M // 4 * (I // 128), _words(da), _words(h), p, pair, end, _words(dh), _words(a), dp, M, I, 4,
+            num_warps=1)
+    return dh, a, dp
+
+
+def group_rows(ids, num_experts, num_rows, num_pairs=None):
     """ids [T, K] int32 expert of each pair, -1 for none here -> pair [num_rows], row [T, K], offsets [E + 1], expert and shift
     of each 128-row tile [num_rows / 128], all int32.
 
-    num_rows: at least what the pairs take, each expert padded to 128; T * K + 127 * E, rounded up to 128, is always enough."""
+    num_rows: at least what the pairs take, each expert padded to 128; T * K + 127 * E, rounded up to 128, is always enough.
+    num_pairs: at least as many as there are, if not T * K. Pairs that do not fit are left out, as if they were not here."""
     n, chunk, bins = ids.numel(), 128, triton.next_power_of_2(num_experts + 1)
-    chunks, tiles = triton.cdiv(n, chunk), num_rows // 128
+    chunks, tiles = _cdiv(n, chunk), num_rows // 128
     new = lambda *shape: ids.new_empty(shape, dtype=torch.int32)
     pair, row, offsets, expert, shift = new(num_rows), new(*ids.shape), new(num_experts + 1), new(tiles), new(tiles)
     counts = new(chunks, num_experts)
     ids = ids.contiguous()
     _launch(_count_pairs, chunks, ids, counts, n, num_experts, bins, chunk)
     _launch(_lay_out, 1, counts, offsets, expert, shift, pair, chunks, tiles, num_experts, bins, num_warps=8)
-    _launch(_place_pairs, chunks, ids, counts, offsets, pair, row, n, num_experts, chunk)
+    _launch(_place_pairs, chunks, ids, counts, offsets, shift, pair, row, n, num_rows, n if num_pairs is None else num_pairs,
+            num_experts, chunk)
     return pair, row, offsets, expert, shift
 
 
@@ -1344,5 +2110,64 @@ def sum_rows(y, row):
     """y [M, H] bfloat16 or float32, row [T, K] int32, -1 for none -> [T, H], each token's rows summed in float32 by slot."""
     (T, K), H = row.shape, y.shape[1]
     out, C = y.new_empty((T, H)), 1024
-    _launch(_sum_rows, T * triton.cdiv(H, C), y, row, out, H, K, C, num_warps=1)
+    _launch(_sum_rows, T * _cdiv(H, C), y, row, out, H, K, C, num_warps=1)
+    return out
+
+
+def _launch_gemm(a, a_scale, b, b_scale, experts, out, rows, N, K, group=16, wgrad=False, transpose=False, add=False):
+    """a [.., K] with a scale for each row and 128 of K, b [.., K] with one for each 128x128 tile, out [E, .., ..]."""
+    a_scale, b_scale = _along_rows(a_scale), _along_rows(b_scale) if wgrad else b_scale.contiguous()
+    if any(x.data_ptr() % 16 or not x.is_contiguous() for x in (a, b, out)):
+        _refuse("FP8 GEMM", "operands are contiguous, at multiples of 16 bytes", a, b, out)
+    layout = gl.NVMMASharedLayout.get_default_for
+    operand = lambda x: TensorDescriptor.from_tensor(x, [128, 128], layout([128, 128], gl.float8e4nv))
+    tile = [1, 128, 64] if transpose else [1, 64, 128]
+    c = TensorDescriptor.from_tensor(out, tile, layout(tile, gl.float32 if out.dtype == torch.float32 else gl.bfloat16))
+    _launch(_gemm, _multiprocessors(a), a_scale, a_scale.stride(1), b_scale, b_scale.stride(1) if wgrad else 1, experts,
+            operand(a), operand(b), c, rows, N, K, len(out), group, wgrad, transpose, add, num_warps=4, maxnreg=168)
+
+
+def _along_rows(scale):
+    """With stride 1 along the first dimension."""
+    return scale if scale.stride(0) == 1 else scale.t().contiguous().t()
+
+
+def _refuse(name, why, *tensors):
+    raise ValueError(f"{name}: {why}, got shapes {', '.join(str(tuple(x.shape)) for x in tensors)}")
+
+
+def grouped_gemm(a, a_scale, b, b_scale, tile_expert, out):
+    """out[m] = a[m] @ b[e]^T, e the expert of m's 128 rows; rows without one stay as they are.
+
+    a [M, K], 128 | M, 16 | K, a_scale [M, ceil(K/128)] with stride 1 along M; b [E, N, K], 16 | N, b_scale [E, ceil(N/128),
+    ceil(K/128)], contiguous; tile_expert [M/128] int32, -1 for none, or None for a single expert; out [M, N] bfloat16 or float32;
+    memory at multiples of 16 bytes. ValueError otherwise."""
+    (M, K), (E, N, _) = a.shape, b.shape
+    whose = E == 1 if tile_expert is None else len(tile_expert) * 128 == M
+    if M % 128 or K % 16 or N % 16 or out.shape != (M, N) or not whose:
+        _refuse("grouped_gemm", "M is a multiple of 128, N and K of 16", a, b, out)
+    if M:
+        _launch_gemm(a, a_scale, b.view(E * N, K), b_scale, tile_expert, out[None], M, N, K)
+    return out
+
+
+def grouped_wgrad(a, a_scale, b, b_scale, offsets, out, accumulate=False):
+    """out[e] = a[:, tokens of e] @ b[:, tokens of e]^T, or added to it; tokens offsets[e] ... offsets[e + 1], multiples of 128.
+
+    a [N, M], b [K, M] FP8 cols, 128 | M, one of them with a scale for each column of 128 tokens ([N, M/128]), the other with one
+    for each 128x128 tile ([ceil(N/128), M/128]), stride 1 along the first; offsets [E + 1] int32, or None for a single expert;
+    out [E, N, K] bfloat16 or float32, 16 | N, K; memory at multiples of 16 bytes. Without tokens out[e] becomes 0, or stays as it
+    is when accumulating. ValueError otherwise."""
+    (E, N, K), M = out.shape, a.shape[1]
+    whose = E == 1 if offsets is None else len(offsets) == E + 1
+    if M % 128 or N % 16 or K % 16 or len(a) != N or b.shape != (K, M) or not whose:
+        _refuse("grouped_wgrad", "M is a multiple of 128, N and K of 16", a, b, out)
+    by_column = [len(a_scale) == N, len(b_scale) == K]
+    if sum(by_column) != 1:
+        _refuse("grouped_wgrad", "one operand has a scale a column, the other one a 128x128 tile", a_scale, b_scale)
+    if not M:
+        return out if accumulate else out.zero_()
+    if by_column[1]:  # rows of a tile are those of the operand with a scale for each: tiles of out^T
+        a, a_scale, b, b_scale = b, b_scale, a, a_scale
+    _launch_gemm(a, a_scale, b, b_scale, offsets, out, len(a), len(b), M, wgrad=True, transpose=by_column[1], add=accumulate)
     return out

@@ -38,6 +38,8 @@ P real token-expert pairs.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -71,6 +73,11 @@ class Fp4(NamedTuple):
     """MXFP4 rows: data uint8 [M, K/2], first element in the low nibble; scale uint8 [M, K/32], E8M0, 255 = NaN."""
     data: Tensor
     scale: Tensor
+
+
+def _on_gpu(x: Tensor) -> bool:
+    """Whether kernels.py does what follows with x; tests put Triton's interpreter in a GPU's place."""
+    return x.is_cuda
 
 
 # -----------------------------------------------------------------------------
@@ -176,7 +183,7 @@ def _check(x: Tensor, name: str, ndims: tuple[int, ...], multiple: int = 1):
 def quantize_fp8_rows(x: Tensor) -> Fp8:
     """x [M, K] -> data [M, K], scale [M, ceil(K/128)]. ValueError unless 2-D."""
     _check(x, "quantize_fp8_rows", (2,))
-    if x.is_cuda:
+    if _on_gpu(x):
         return Fp8(*kernels.quantize_fp8_rows(x))
     tiles = _tiles(x.float().contiguous(), TILE)  # a maximum along a strided row is slow
     bits, bad = _amax_bits(tiles, -1)
@@ -186,10 +193,20 @@ def quantize_fp8_rows(x: Tensor) -> Fp8:
 
 
 @torch.no_grad()
+def quantize_fp8_rows_and_cols(x: Tensor) -> tuple[Fp8, Fp8]:
+    """x [M, K] -> its FP8 rows and its FP8 cols, those of x.t(), from one read: what a gradient's GEMMs read."""
+    _check(x, "quantize_fp8_rows_and_cols", (2,))
+    if _on_gpu(x):
+        data, scale, data_t, scale_t = kernels.quantize_fp8_rows_and_cols(x)
+        return Fp8(data, scale), Fp8(data_t, scale_t)
+    return quantize_fp8_rows(x), quantize_fp8_rows(x.t())
+
+
+@torch.no_grad()
 def quantize_fp8_blocks(w: Tensor) -> Fp8:
     """w [N, K] or [E, N, K] -> data of that shape, scale [..., ceil(N/128), ceil(K/128)]. ValueError otherwise."""
     _check(w, "quantize_fp8_blocks", (2, 3))
-    if w.is_cuda:
+    if _on_gpu(w):
         return Fp8(*kernels.quantize_fp8_blocks(w))
     tiles = _tiles(_tiles(w.float(), TILE), TILE, -3)  # [..., N/128, 128, K/128, 128]
     bits, bad = _amax_bits(tiles, (-3, -1))
@@ -202,7 +219,7 @@ def quantize_fp8_blocks(w: Tensor) -> Fp8:
 def quantize_fp8_weight(w: Tensor) -> tuple[Fp8, Fp8]:
     """w [N, K] or [E, N, K] -> its blocks, and the blocks of its transpose: the same bytes, for forward and Dgrad."""
     _check(w, "quantize_fp8_weight", (2, 3))
-    if w.is_cuda:
+    if _on_gpu(w):
         data, scale, data_t, scale_t = kernels.quantize_fp8_weight(w)
         return Fp8(data, scale), Fp8(data_t, scale_t)
     q = quantize_fp8_blocks(w)
@@ -215,7 +232,7 @@ def quantize_fp4_rows(x: Tensor, rule: str = "even") -> Fp4:
     _check(x, "quantize_fp4_rows", (2,), BLOCK)
     if rule not in ("even", "floor", "ceil"):
         raise ValueError(f"the MX scale rule is even, floor or ceil, not {rule!r}")
-    if x.is_cuda:
+    if _on_gpu(x):
         return Fp4(*kernels.quantize_fp4_rows(x, rule))
     blocks = _tiles(x.float(), BLOCK)
     bits, bad = _amax_bits(blocks, -1)
@@ -228,7 +245,7 @@ def quantize_fp4_rows(x: Tensor, rule: str = "even") -> Fp4:
 def quantize_fp8_fp4_rows(x: Tensor) -> tuple[Fp8, Fp4]:
     """x [M, K] -> its FP8 rows and its MXFP4 rows from one read, each rounded once. ValueError unless 32 divides K."""
     _check(x, "quantize_fp8_fp4_rows", (2,), BLOCK)
-    if x.is_cuda:
+    if _on_gpu(x):
         data8, scale8, data4, scale4 = kernels.quantize_fp8_fp4_rows(x)
         return Fp8(data8, scale8), Fp4(data4, scale4)
     return quantize_fp8_rows(x), quantize_fp4_rows(x)
@@ -241,7 +258,7 @@ def fp8_to_fp4(q: Fp8) -> Fp4:
     """FP8 rows -> MXFP4 rows. Rounds a second time, so it is for tensors that exist in FP8 only. ValueError unless 32 | K."""
     _check(q.data, "fp8_to_fp4", (2,), BLOCK)
     _check_scale(q, "fp8_to_fp4", TILE)
-    if q.data.is_cuda:
+    if _on_gpu(q.data):
         return Fp4(*kernels.fp8_to_fp4(*q))
     value = _tiles(_decode_fp8(q.data), BLOCK)  # in units of the tile's scale: at most 448, so exponents can simply be added
     bits, bad = _amax_bits(value, -1)
@@ -256,7 +273,7 @@ def fp4_to_fp8_rows(q: Fp4) -> Fp8:
     """MXFP4 rows -> FP8 rows, exact while the block exponents inside a 1x128 tile differ by at most 14."""
     _check(q.data, "fp4_to_fp8_rows (packed data)", (2,), BLOCK // 2)
     _check_scale(q, "fp4_to_fp8_rows", BLOCK)
-    if q.data.is_cuda:
+    if _on_gpu(q.data):
         return Fp8(*kernels.fp4_to_fp8_rows(*q))
     top = _tiles(q.scale.int(), TILE // BLOCK).amax(-1)  # [M, K/128]; a block of zeros has byte 0 and never decides
     e, bad = _target_exponent(top)
@@ -269,7 +286,7 @@ def fp4_to_fp8_cols(q: Fp4) -> Fp8:
     Exact while the block exponents inside a tile differ by at most 14, so it decodes to the numbers of fp4_to_fp8_rows."""
     _check(q.data, "fp4_to_fp8_cols (packed data)", (2,), BLOCK // 2)
     _check_scale(q, "fp4_to_fp8_cols", BLOCK)
-    if q.data.is_cuda:
+    if _on_gpu(q.data):
         return Fp8(*kernels.fp4_to_fp8_cols(*q))
     top = _tiles(_tiles(q.scale.int(), TILE // BLOCK), TILE, -3).amax((-3, -1))  # [M/128, K/128]
     e, bad = _target_exponent(top)
@@ -283,7 +300,7 @@ def fp8_rows_to_cols(q: Fp8) -> Fp8:
     Codes move down by the difference of exponents, rounded to nearest even into the subnormals."""
     _check(q.data, "fp8_rows_to_cols", (2,))
     _check_scale(q, "fp8_rows_to_cols", TILE)
-    if q.data.is_cuda:
+    if _on_gpu(q.data):
         return Fp8(*kernels.fp8_rows_to_cols(*q))
     e = _exponent(q.scale)
     top = _tiles(e + 127, TILE, -2).amax(-2) - 127  # [M/128, K/128]; + 127, so that padding, 0, never decides
@@ -406,18 +423,15 @@ class Activation:
         return self.format(self.recipe.save)
 
 
-def quantize(x: Tensor, recipe: Recipe, norm: Norm | None = None, rebuild: bool = False, wire: str = "bf16") -> Activation:
+def quantize(x: Tensor, recipe: Recipe, wire: str = "bf16") -> Activation:
     """x [T, H] in every format that compute, save and wire (a dispatch format) ask for, from one read."""
-    needed = {recipe.compute, recipe.save, wire}
-    values = x.detach()
-    fp8 = fp4 = None
+    return Activation(x, recipe, *_quantize_rows(x.detach(), {recipe.compute, recipe.save, wire}))
+
+
+def _quantize_rows(x: Tensor, needed: set[str]) -> tuple[Fp8 | None, Fp4 | None]:
     if {"fp8", "fp4"} <= needed:
-        fp8, fp4 = quantize_fp8_fp4_rows(values)
-    elif "fp8" in needed:
-        fp8 = quantize_fp8_rows(values)
-    elif "fp4" in needed:
-        fp4 = quantize_fp4_rows(values)
-    return Activation(x, recipe, fp8, fp4, norm, rebuild and norm is not None)
+        return quantize_fp8_fp4_rows(x)
+    return quantize_fp8_rows(x) if "fp8" in needed else None, quantize_fp4_rows(x) if "fp4" in needed else None
 
 
 def narrow(q: Tensor | Fp8 | Fp4, name: str) -> Tensor | Fp8 | Fp4:
@@ -471,19 +485,37 @@ def _weight_copies(values: Tensor, compute: str, dtype: torch.dtype):
 
 
 # -----------------------------------------------------------------------------
-# GEMMs on decoded operands: an E4M3 value times a power of two (from 2^-124 up) is exact in BF16 and in float32, so these
-# give what FP8 tensor cores do, with all sums in float32 (written as BF16 where `_grouped_*` run on a GPU)
+# GEMMs: FP8 kernels on a GPU, elsewhere plain PyTorch on decoded operands. An E4M3 value times a power of two (from 2^-124 up)
+# is exact in BF16 and in float32, so these give what FP8 tensor cores do, with all sums in float32
 
-def _values(q: Tensor | Fp8 | Fp4, dtype: torch.dtype) -> Tensor:
-    """q as a GEMM operand: decoded, to BF16 on CUDA; a plain tensor in dtype."""
-    if isinstance(q, Tensor):
-        return q.to(dtype)
-    return dequantize(q, torch.bfloat16 if q.data.is_cuda else torch.float32)
+def _values(a: Tensor | Fp8 | Fp4, b: Tensor | Fp8 | Fp4) -> tuple[Tensor, Tensor]:
+    """GEMM operands as plain tensors, b in a's dtype; decoded ones in BF16 on CUDA, else in float32."""
+    a, b = (q if isinstance(q, Tensor) else dequantize(q, torch.bfloat16 if q.data.is_cuda else torch.float32) for q in (a, b))
+    return a, b.to(a.dtype)
 
 
-def _mm(a, b, dtype: torch.dtype, out: torch.dtype) -> Tensor:
-    """out_MN = a_MK @ b_NKᵀ; plain operands are taken in dtype."""
-    return _product(_values(a, dtype), _values(b, dtype), out)
+def _mm(a: Tensor | Fp8, b: Tensor | Fp8, out: torch.dtype) -> Tensor:
+    """out_MN = a_MK @ b_NKᵀ."""
+    if _fp8_gemm(a, b, out):
+        y = a.data.new_empty((len(a.data), len(b.data)), dtype=out)
+        kernels.grouped_gemm(*a, *(t[None] for t in b), None, y)
+        return y
+    return _product(*_values(a, b), out)
+
+
+def _fp8_gemm(a: Tensor | Fp8, b: Tensor | Fp8, out: torch.dtype) -> bool:
+    """Whether the FP8 kernels take rows a [M, K] and blocks b [.., N, K]: on Hopper, M a multiple of 128, N and K of 16."""
+    return (isinstance(a, Fp8) and _on_hopper(a.data) and out in (torch.bfloat16, torch.float32)
+            and not (a.data.shape[0] % TILE or a.data.shape[1] % 16 or b.data.shape[-2] % 16))
+
+
+def _on_hopper(x: Tensor) -> bool:
+    return x.is_cuda and _major(x.device) == 9
+
+
+@functools.cache
+def _major(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def _product(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
@@ -493,34 +525,94 @@ def _product(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     return (a @ b.t()).to(out)
 
 
-def _grouped_mm(a, b, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+def _grouped_mm(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, dtype: torch.dtype) -> Tensor:
     """out_MN = a_MK @ b_ENKᵀ of the row's expert; expert e owns rows offsets[e] : offsets[e+1]."""
-    a, b = _values(a, dtype), _values(b, dtype)
+    if _fp8_gemm(a, b, dtype):
+        y = a.data.new_empty((len(a.data), b.data.shape[1]), dtype=dtype)
+        kernels.grouped_gemm(*a, *b, groups.expert, y)
+        return y
+    a, b = _values(a, b)
     if a.dtype == torch.bfloat16 and a.is_cuda:
-        return F.grouped_mm(a, b.mT, offs=offsets[1:]).to(dtype)
-    bounds = offsets.tolist()
-    return torch.cat([a[s:t] @ b[e].t() for e, (s, t) in enumerate(zip(bounds, bounds[1:]))]).to(dtype)
+        return F.grouped_mm(a, b.mT, offs=groups.offsets[1:]).to(dtype)
+    y = a.new_zeros((len(a), b.shape[1]), dtype=dtype)  # rows behind the last expert's, too
+    for e, (s, t) in enumerate(itertools.pairwise(groups.offsets.tolist())):
+        y[s:t] = a[s:t] @ b[e].t()
+    return y
 
 
-def _grouped_wgrad(a, b, offsets: Tensor, dtype: torch.dtype, out: torch.dtype) -> Tensor:
-    """out_ENK = a_NM @ b_KMᵀ over each expert's own M; zero for an expert without rows."""
-    a, b = _values(a, dtype), _values(b, dtype)
+def _grouped_wgrad(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, weight: Tensor) -> Tensor:
+    """The gradient of weight: out_ENK = a_NM @ b_KMᵀ over each expert's own M, added to weight.grad: see _gradient_buffer."""
+    if _fp8_wgrad(a, b, weight.dtype):
+        return _fp8_wgrad_into(a, b, groups.offsets, weight)
+    out, accumulate = _gradient_buffer(weight)
+    out_ENK = out.view(-1, *out.shape[-2:])
+    a, b = _values(a, b)
     if a.dtype == torch.bfloat16 and a.is_cuda and a.shape[1]:
         # torch's grouped GEMM writes BF16 only, so sums are rounded once; and nothing where an expert has no rows
-        empty = (offsets[1:] == offsets[:-1])[:, None, None]
-        return F.grouped_mm(a, b.t(), offs=offsets[1:]).to(out).masked_fill(empty, 0)
-    bounds = offsets.tolist()
-    return torch.stack([_product(a[:, s:t], b[:, s:t], out) if t > s else a.new_zeros(len(a), len(b), dtype=out)
-                        for s, t in zip(bounds, bounds[1:])])
+        empty = (groups.offsets[1:] == groups.offsets[:-1])[:, None, None]
+        dw_ENK = F.grouped_mm(a, b.t(), offs=groups.offsets[1:]).masked_fill(empty, 0)
+        return out.add_(dw_ENK.view_as(out)) if accumulate else out.copy_(dw_ENK.view_as(out))
+    for e, (s, t) in enumerate(itertools.pairwise(groups.offsets.tolist())):
+        dw = _product(a[:, s:t], b[:, s:t], out.dtype) if t > s else 0
+        out_ENK[e] = out_ENK[e] + dw if accumulate else dw
+    return out
+
+
+def _wgrad(a: Tensor | Fp8, b: Tensor | Fp8, weight: Tensor) -> Tensor:
+    """The same for a plain linear: out_NK = a_NM @ b_KMᵀ."""
+    if _fp8_wgrad(a, b, weight.dtype):
+        return _fp8_wgrad_into(a, b, None, weight)
+    dw = _product(*_values(a, b), weight.dtype)
+    return _gradient_buffer(weight)[0].add_(dw) if _adds(weight) else dw
+
+
+def _fp8_wgrad(a: Tensor | Fp8, b: Tensor | Fp8, out: torch.dtype) -> bool:
+    """Whether the FP8 kernels take cols a [N, M] and b [K, M]: on Hopper, M a multiple of 128, N and K of 16."""
+    return (isinstance(a, Fp8) and _on_hopper(a.data) and out in (torch.bfloat16, torch.float32)
+            and not (a.data.shape[1] % TILE or len(a.data) % 16 or len(b.data) % 16))
+
+
+def _fp8_wgrad_into(a: Fp8, b: Fp8, offsets: Tensor | None, weight: Tensor) -> Tensor:
+    out, accumulate = _gradient_buffer(weight)
+    kernels.grouped_wgrad(*a, *b, offsets, out.view(-1, *out.shape[-2:]), accumulate)
+    torch.autograd.graph.increment_version(out)  # which a kernel's writing does not
+    return out
+
+
+def _gradient_buffer(weight: Tensor) -> tuple[Tensor, bool]:
+    """Where a weight's gradient goes: (its .grad, which leaves it until autograd puts back what Wgrad added there, True), so
+    that no second buffer is filled and added; or (new memory, False).
+
+    So whoever holds .grad sees it change, hooks of several gradients see the sum, and a backward pass that fails loses it."""
+    if not _adds(weight):
+        return torch.empty_like(weight, memory_format=torch.contiguous_format), False
+    grad, weight.grad = weight.grad, None
+    return grad, True
+
+
+def _adds(weight: Tensor) -> bool:
+    """Whether Wgrad adds to weight.grad: one is there, fits the kernels, and no hook wants this pass's gradient alone."""
+    grad = weight.grad if weight.is_leaf and not weight._backward_hooks else None
+    fits = grad is not None and grad.dtype == weight.dtype and grad.is_contiguous() and grad.data_ptr() % 16 == 0
+    return fits and _accumulates(weight)
+
+
+def _accumulates(weight: Tensor) -> bool:
+    """Whether this backward pass adds to weight.grad; torch.autograd.grad does not."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
+    except RuntimeError:  # what it says of a leaf under torch.autograd.grad
+        return False
 
 
 def _cols(kept: Tensor | Fp8 | Fp4, compute: str) -> Tensor | Fp8:
-    """What was kept of x [M, K], as Wgrad reads it: [K, M]."""
+    """What was kept of x [M, K], as Wgrad reads it: [K, M], in FP8 one scale a 128x128 tile."""
     if compute == "bf16":
         return (kept if isinstance(kept, Tensor) else dequantize(kept)).t()
-    if isinstance(kept, Fp4):
-        return fp4_to_fp8_cols(kept)
-    return fp8_rows_to_cols(kept if isinstance(kept, Fp8) else quantize_fp8_rows(kept))
+    kept = quantize_fp8_rows(kept) if isinstance(kept, Tensor) else kept
+    if _on_gpu(kept.data):  # its scales once, not once a column
+        return Fp8(*(kernels.fp4_fan_out_cols if isinstance(kept, Fp4) else kernels.fp8_fan_out_cols)(*kept)[:2])
+    return fp4_to_fp8_cols(kept) if isinstance(kept, Fp4) else fp8_rows_to_cols(kept)
 
 
 # -----------------------------------------------------------------------------
@@ -542,7 +634,8 @@ def _replay(source, recipe: Recipe):
     """(what forward read, what Wgrad reads) from what was kept: a norm's input, or the operand itself."""
     if not isinstance(source, Norm):
         return source, source
-    activation = quantize(_norm_values(*source)[0], recipe)
+    with torch.no_grad():
+        activation = rms_norm(*source, recipe)
     return activation.read, activation.kept
 
 
@@ -554,28 +647,51 @@ def _norm_values(raw: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tenso
 
 
 class _RMSNorm(torch.autograd.Function):
+    """y, then the tensors of its FP8 and its MXFP4 rows where they are needed, None elsewhere: on a GPU from one read of raw."""
+
     @staticmethod
-    def forward(ctx, raw, weight, eps):
+    def forward(ctx, raw, weight, eps, needed):
         ctx.eps = eps
         ctx.save_for_backward(raw, weight)
-        return _norm_values(raw, weight, eps)[0]
+        ctx.set_materialize_grads(False)
+        if _norm_fuses(raw, weight):
+            y, *codes = kernels.rms_norm(raw, weight, eps, True, "fp8" in needed, "fp4" in needed)
+        else:
+            y = _norm_values(raw, weight, eps)[0]
+            codes = [t for q in _quantize_rows(y, needed) for t in q or (None, None)]
+        ctx.mark_non_differentiable(*(t for t in codes if t is not None))
+        return y, *codes
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, dy, *_):
         raw, weight = ctx.saved_tensors
+        if _norm_fuses(raw, weight):
+            dx, dw = kernels.rms_norm_backward(dy, raw, weight, ctx.eps)
+            return dx, dw, None, None
         _, unit, factor = _norm_values(raw, weight, ctx.eps)
         dy = dy.to(unit.dtype)
         du = dy * weight
         draw = factor * (du - unit * (du * unit).mean(-1, keepdim=True))
-        return draw.to(raw.dtype), (dy * unit).sum(0).to(weight.dtype), None
+        return draw.to(raw.dtype), (dy * unit).sum(0).to(weight.dtype), None, None
+
+
+def _norm_fuses(raw: Tensor, weight: Tensor) -> bool:
+    """Whether the norm's kernels take it: bfloat16 on a GPU, and a float32 weight that can be read in pairs."""
+    if not (weight.is_contiguous() and weight.data_ptr() % 8 == 0):
+        return False
+    return _on_gpu(raw) and raw.dtype == torch.bfloat16 and weight.dtype == torch.float32 and raw.shape[1] % 2 == 0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, recipe: Recipe, rebuild: bool = False, wire: str = "bf16") -> Activation:
     """RMSNorm of x [T, H], quantised for all its readers. Keeps x alone.
 
     rebuild: linears that read the result keep nothing, and rebuild it from x in backward."""
-    return quantize(_RMSNorm.apply(x, weight, eps), recipe, Norm(x.detach(), weight.detach(), eps), rebuild, wire)
+    needed = {recipe.compute, recipe.save, wire}
+    _check(x, "rms_norm", (2,), BLOCK if "fp4" in needed else 1)
+    y, *codes = _RMSNorm.apply(x, weight, eps, needed)
+    fp8, fp4 = Fp8(*codes[:2]) if "fp8" in needed else None, Fp4(*codes[2:]) if "fp4" in needed else None
+    return Activation(y, recipe, fp8, fp4, Norm(x.detach(), weight.detach(), eps), rebuild)
 
 
 class _Linear(torch.autograd.Function):
@@ -583,19 +699,23 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, recipe, read, source):
         ctx.recipe, ctx.dtype = recipe, x.dtype
         _save(ctx, weight, source if ctx.needs_input_grad[1] else None)
-        return _mm(read, weight_operands(weight, recipe.compute, x.dtype)[0], x.dtype, x.dtype)
+        return _mm(read, weight_operands(weight, recipe.compute, x.dtype)[0], x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         recipe, (weight, source) = ctx.recipe, _saved(ctx)
+        if recipe.compute != "fp8":
+            dy_rows, dy_cols = dy, dy.t()
+        elif all(ctx.needs_input_grad[:2]):
+            dy_rows, dy_cols = quantize_fp8_rows_and_cols(dy)
+        else:
+            dy_rows = dy_cols = quantize_fp8_rows(dy if ctx.needs_input_grad[0] else dy.t())
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dy_rows = quantize_fp8_rows(dy) if recipe.compute == "fp8" else dy
-            dx = _mm(dy_rows, weight_operands(weight, recipe.compute, ctx.dtype)[1], ctx.dtype, ctx.dtype)
+            dx = _mm(dy_rows, weight_operands(weight, recipe.compute, ctx.dtype)[1], ctx.dtype)
         if ctx.needs_input_grad[1]:
-            dy_cols = quantize_fp8_rows(dy.t()) if recipe.compute == "fp8" else dy.t()
-            dw = _mm(dy_cols, _cols(_replay(source, recipe)[1], recipe.compute), ctx.dtype, weight.dtype)
+            dw = _wgrad(dy_cols, _cols(_replay(source, recipe)[1], recipe.compute), weight)
         return dx, dw, None, None, None
 
 
@@ -625,7 +745,7 @@ class _RouterLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         weight, source = _saved(ctx)
-        x = _norm_values(*source)[0] if isinstance(source, Norm) else source
+        x = _RMSNorm.apply(*source, set())[0] if isinstance(source, Norm) else source
         return (dy @ weight).to(x.dtype), dy.t() @ x.to(weight.dtype), None
 
 
@@ -640,30 +760,55 @@ def router_linear(x: Activation, weight: Tensor) -> Tensor:
 class Groups(NamedTuple):
     """Where each token-expert pair stands once pairs are sorted by expert and every expert is padded to 128 rows.
 
-    Example: ids [[1], [0], [1]], 2 experts -> pair_M = [1, -1 x 127, 0, 2, -1 x 126], row_P = [0, 128, 129],
-    row_TK = [[128], [0], [129]], offsets = [0, 128, 256]."""
+    Example: ids [[1], [0], [1]], 2 experts -> pair_M = [1, -1 x 127, 0, 2, -1 x 126], row_TK = [[128], [0], [129]],
+    offsets = [0, 128, 256], expert = [0, 1], shift = [0, 127]."""
     pair_M: Tensor   # [M] which pair (token * K + slot) a row holds; -1 is padding
-    row_P: Tensor    # [P] row of each real pair, in the order of rows: h is kept in this order, without padding
     row_TK: Tensor   # [T, K] row of each pair; -1 where the expert is not here
     offsets: Tensor  # [E + 1] int32, rows of expert e: offsets[e] : offsets[e + 1]
+    expert: Tensor   # [M / 128] int32 expert of each tile of 128 rows; on a GPU -1 behind the last one's
+    shift: Tensor    # [M / 128] int32 h is kept without padding: row m of it is row m - shift[m // 128] there
+    num_pairs: int   # rows kept of h: real pairs, on a GPU perhaps fewer than this
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether kernels do all of the following; they read no sizes back, so rows behind offsets[-1] hold anything."""
+        return _on_gpu(self.pair_M)
+
+    @property
+    def index(self) -> tuple[Tensor, Tensor, int]:
+        """What fan-out kernels gather by: pairs, the first row behind the last expert's, pairs a token."""
+        return self.pair_M, self.offsets[-1:], self.row_TK.shape[1]
+
+    @property
+    def row_P(self) -> Tensor:
+        """[P] row of each real pair."""
+        return (self.pair_M >= 0).nonzero().squeeze(1)
 
 
-def group_rows(ids_TK: Tensor, num_experts: int) -> Groups:
-    """ids_TK [T, K] expert of each pair, -1 for none here."""
+def group_rows(ids_TK: Tensor, num_experts: int, num_pairs: int | None = None) -> Groups:
+    """ids_TK [T, K] int32 expert of each pair, -1 for none here; num_pairs: how many are not -1, all if not given.
+
+    On a GPU nothing is read back: M has room for num_pairs, every expert padded; pairs beyond that, and of experts that do not
+    exist, are left out. On a CPU M and num_pairs are exact."""
+    if _on_gpu(ids_TK):
+        num_pairs = ids_TK.numel() if num_pairs is None else num_pairs
+        num_rows = (num_pairs + (TILE - 1) * min(num_experts, num_pairs) + TILE - 1) // TILE * TILE
+        pair_M, row_TK, offsets, expert, shift = kernels.group_rows(ids_TK.int(), num_experts, num_rows, num_pairs)
+        return Groups(pair_M, row_TK, offsets, expert, shift, num_pairs)
     ids = ids_TK.flatten().long()
-    if not ids.is_cuda and bool((ids >= num_experts).any()):  # on CUDA the scatter below asserts it
+    if bool((ids >= num_experts).any()):
         raise ValueError(f"expert {ids.max()} does not exist: there are {num_experts}")
     ids = torch.where(ids < 0, num_experts, ids)
-    counts = torch.zeros(num_experts + 1, dtype=torch.long, device=ids.device).scatter_add_(0, ids, torch.ones_like(ids))[:-1]
-    first = F.pad(counts.cumsum(0), (1, 0))
-    offsets = F.pad(((counts + TILE - 1) // TILE * TILE).cumsum(0), (1, 0))
-    num_pairs, num_rows = torch.stack([first[-1], offsets[-1]]).tolist()
+    counts = torch.bincount(ids, minlength=num_experts + 1)[:num_experts]
+    first, offsets = F.pad(counts.cumsum(0), (1, 0)), F.pad(((counts + TILE - 1) // TILE * TILE).cumsum(0), (1, 0))
+    num_pairs, num_rows = int(first[-1]), int(offsets[-1])
     order_P = torch.sort(ids, stable=True).indices[:num_pairs]
     expert_P = ids[order_P]
-    row_P = torch.arange(num_pairs, device=ids.device) - first[expert_P] + offsets[expert_P]
-    pair_M = torch.full((num_rows,), -1, device=ids.device).index_copy_(0, row_P, order_P)
+    row_P = torch.arange(num_pairs) - first[expert_P] + offsets[expert_P]
+    pair_M = torch.full((num_rows,), -1).index_copy_(0, row_P, order_P)
     row_TK = torch.full_like(ids, -1).index_copy_(0, order_P, row_P).view(ids_TK.shape)
-    return Groups(pair_M, row_P, row_TK, offsets.int())
+    expert = torch.repeat_interleave(torch.arange(num_experts), offsets.diff() // TILE)
+    return Groups(pair_M, row_TK, offsets.int(), expert.int(), (offsets - first)[expert].int(), num_pairs)
 
 
 def _gather(q: Tensor | Fp8 | Fp4, index_M: Tensor):
@@ -678,16 +823,43 @@ def _gather(q: Tensor | Fp8 | Fp4, index_M: Tensor):
     return q[index_M.clamp(min=0)].masked_fill((index_M < 0).view(-1, *[1] * (q.dim() - 1)), 0)
 
 
-def _fan_out(read: Tensor | Fp8 | Fp4, token_M: Tensor, compute: str):
-    """What the expert GEMMs read: a row for each pair, zeros for padding; FP4 becomes FP8 here."""
-    rows = _gather(read, token_M)
+def _fan_out_rows(read: Tensor | Fp8 | Fp4, groups: Groups, compute: str) -> Tensor | Fp8:
+    """[M, H], what the expert GEMMs read of x [T, H]: a row for each pair, zeros for padding; FP4 becomes FP8 here."""
+    if not groups.on_gpu:
+        rows = _gather(read, _token(groups))
+        rows = fp4_to_fp8_rows(rows) if isinstance(rows, Fp4) and compute == "fp8" else rows
+    elif isinstance(read, Tensor):
+        rows = kernels.fan_out_rows(read, *groups.index)
+    else:
+        fan_out = kernels.fp4_fan_out_rows if isinstance(read, Fp4) else kernels.fp8_fan_out_rows
+        rows = Fp8(*fan_out(*read, *groups.index))
+    return rows if compute == "fp8" or isinstance(rows, Tensor) else dequantize(rows)
+
+
+def _fan_out_cols(kept: Tensor | Fp8 | Fp4, groups: Groups, compute: str) -> Tensor | Fp8:
+    """[H, M], what Wgrad reads of x [T, H]; in FP8 with a scale for each 128x128 tile."""
     if compute == "bf16":
-        return rows if isinstance(rows, Tensor) else dequantize(rows)
-    return fp4_to_fp8_rows(rows) if isinstance(rows, Fp4) else rows
+        return _fan_out_rows(kept, groups, compute).t()
+    kept = quantize_fp8_rows(kept) if isinstance(kept, Tensor) else kept
+    if not groups.on_gpu:
+        return _cols(_gather(kept, _token(groups)), compute)
+    fan_out = kernels.fp4_fan_out_cols if isinstance(kept, Fp4) else kernels.fp8_fan_out_cols
+    return Fp8(*fan_out(*kept, *groups.index)[:2])
+
+
+def _fan_out_both(dy: Tensor | Fp8, groups: Groups, compute: str):
+    """Rows and cols of a gradient, from one read where it is FP8."""
+    if not groups.on_gpu or isinstance(dy, Tensor):
+        rows = _fan_out_rows(dy, groups, compute)
+        return rows, _cols(rows, compute)
+    data_t, scale_t, data, scale = kernels.fp8_fan_out_cols(*dy, *groups.index, rows=True)
+    return Fp8(data, scale), Fp8(data_t, scale_t)
 
 
 def _sum_rows(y_MH: Tensor, row_TK: Tensor) -> Tensor:
     """[T, H]: each token's rows summed in float32 (or wider), slot by slot, so that every run adds in the same order."""
+    if _on_gpu(y_MH) and y_MH.dtype in (torch.bfloat16, torch.float32):
+        return kernels.sum_rows(y_MH, row_TK)
     total = y_MH.new_zeros(len(row_TK), y_MH.shape[1], dtype=torch.promote_types(y_MH.dtype, torch.float32))
     for row_T in row_TK.t():
         total += _gather(y_MH, row_T)
@@ -710,24 +882,55 @@ def swiglu_gradients(da: Tensor, gate: Tensor, up: Tensor, p: Tensor) -> tuple[T
     return dgate, da * silu * p, (da * silu * up).sum(-1, keepdim=True)
 
 
-def _swiglu_forward(h_M, p_M, row_P, recipe: Recipe):
-    """h [M, 2I] -> a as FC2 reads it, and the real rows of h as they are kept: one fused step, float32 in between."""
-    a = swiglu(*_wide(h_M).chunk(2, -1), p_M)
+def _fuses(width: int, like: Tensor, recipe: Recipe) -> bool:
+    """Whether the SwiGLU kernels take a layer: bfloat16 on a GPU, gate and up whole tiles, h in a format they know."""
+    known = recipe.compute == "fp8" or recipe.save_h == "bf16"
+    return _on_gpu(like) and like.dtype == torch.bfloat16 and width % TILE == 0 and known
+
+
+def _swiglu_forward(h_M: Tensor, weights_TK: Tensor, groups: Groups, recipe: Recipe):
+    """h [M, 2I] -> a as FC2 reads it, and h as it is kept: one fused step, float32 in between. Kept are the rows of real pairs;
+    where h stays BF16, the kernels' h with its padding, for a copy would cost more than that."""
+    if _fuses(h_M.shape[1] // 2, h_M, recipe):
+        p, end = weights_TK.float().contiguous(), groups.offsets[-1:]
+        if recipe.compute == "bf16":
+            return kernels.swiglu_bf16(h_M, p, groups.pair_M, end), h_M
+        data, scale, *kept = kernels.swiglu(h_M, p, groups.pair_M, groups.shift, end, groups.num_pairs, recipe.save_h)
+        return Fp8(data, scale), {"bf16": lambda *_: h_M, "fp8": Fp8, "fp4": Fp4}[recipe.save_h](*kept)
+    a = swiglu(*_wide(h_M).chunk(2, -1), _gate(weights_TK, groups))
     a_read = quantize_fp8_rows(a) if recipe.compute == "fp8" else a.to(h_M.dtype)
-    return a_read, narrow(h_M[row_P], recipe.save_h)
+    return a_read, narrow(h_M[groups.row_P], recipe.save_h)
 
 
-def _swiglu_backward(da_M, h_kept, p_M, row_P, recipe: Recipe):
-    """da [M, I], kept h [P, 2I] -> dh rows, dh cols, a cols, dp [M]: one fused step."""
-    h_P = _wide(h_kept)
-    h_M = h_P.new_zeros(len(da_M), h_P.shape[1]).index_copy_(0, row_P, h_P)
+def _rebuilt(h_M: Tensor, groups: Groups, recipe: Recipe) -> Tensor:
+    """h that was not kept but computed again, as _swiglu_backward takes it."""
+    return h_M if _fuses(h_M.shape[1] // 2, h_M, recipe) else h_M[groups.row_P]
+
+
+def _swiglu_backward(da_M: Tensor, h_kept, weights_TK: Tensor, groups: Groups, recipe: Recipe):
+    """da [M, I], kept h -> dh rows, dh cols, a cols, and the gradient of weights [T, K]: one fused step."""
+    if _fuses(da_M.shape[1], da_M, recipe):
+        p, end = weights_TK.float().contiguous(), groups.offsets[-1:]
+        if recipe.compute == "bf16":
+            dh, a, dp = kernels.swiglu_backward_bf16(da_M, h_kept, p, groups.pair_M, end)
+            return dh, dh.t(), a.t(), _of_pairs(dp.sum(1), weights_TK, groups)
+        h = h_kept if isinstance(h_kept, Fp8 | Fp4) else (h_kept, None)
+        *codes, dp = kernels.swiglu_backward(da_M, p, groups.pair_M, groups.shift, end, *h)
+        return *(Fp8(*codes[i:i + 2]) for i in (0, 2, 4)), _of_pairs(dp.sum(1), weights_TK, groups)
+    p_M, h_P = _gate(weights_TK, groups), _wide(h_kept)
+    h_M = h_P.new_zeros(len(da_M), h_P.shape[1]).index_copy_(0, groups.row_P, h_P)
     gate, up = h_M.chunk(2, -1)
-    dgate, dup, dp = swiglu_gradients(_wide(da_M), gate, up, p_M)
-    dh, a = torch.cat([dgate, dup], -1), swiglu(gate, up, p_M)
+    dgate, dup, dp_M = swiglu_gradients(_wide(da_M), gate, up, p_M)
+    dh, a = torch.cat([dgate, dup], -1).to(da_M.dtype), swiglu(gate, up, p_M).to(da_M.dtype)
+    dweights_TK = _of_pairs(dp_M.squeeze(1), weights_TK, groups)
     if recipe.compute == "fp8":
-        return quantize_fp8_rows(dh), quantize_fp8_rows(dh.t()), quantize_fp8_rows(a.t()), dp.squeeze(1)
-    dh = dh.to(da_M.dtype)
-    return dh, dh.t(), a.to(da_M.dtype).t(), dp.squeeze(1)
+        return quantize_fp8_rows(dh), quantize_fp8_rows(dh.t()), quantize_fp8_rows(a.t()), dweights_TK
+    return dh, dh.t(), a.t(), dweights_TK
+
+
+def _of_pairs(row_M: Tensor, like_TK: Tensor, groups: Groups) -> Tensor:
+    """A number of each row -> of each pair [T, K], 0 where the expert is not here."""
+    return _gather(row_M, groups.row_TK.flatten()).view_as(like_TK).to(like_TK.dtype)
 
 
 def _expert_operands(weight: Tensor, recipe: Recipe, dtype: torch.dtype):
@@ -741,50 +944,45 @@ def _expert_operands(weight: Tensor, recipe: Recipe, dtype: torch.dtype):
 class _SwiGLU(torch.autograd.Function):
     """Forward: fan out, FC1, SwiGLU, FC2, sum. Keeps x (source) before fan-out, h (unless recomputed), ids and weights.
 
-    Routing maps are made again in backward: that costs a sort of ids, keeping them 12 bytes a row."""
+    Routing maps are made again in backward: that costs three small launches, keeping them 12 bytes a row."""
 
     @staticmethod
-    def forward(ctx, x, weights_TK, w13, w2, ids_TK, recipe, read, source, recompute):
-        ctx.recipe, ctx.dtype = recipe, x.dtype
-        groups = group_rows(ids_TK, w13.shape[0] if w13.dim() == 3 else 1)
-        gate_M = _gate(weights_TK, groups)
-        # h in full is freed here: nothing else refers to it
-        a_M, h_kept = _swiglu_forward(_SwiGLU.fc1(read, w13, groups, recipe, x.dtype), gate_M, groups.row_P, recipe)
+    def forward(ctx, x, weights_TK, w13, w2, ids_TK, num_pairs, recipe, read, source, recompute):
+        ctx.recipe, ctx.dtype, ctx.num_pairs = recipe, x.dtype, num_pairs
+        groups = group_rows(ids_TK, w13.shape[0] if w13.dim() == 3 else 1, num_pairs)
+        # h in full is freed here, unless it is what is kept: nothing else refers to it
+        a_M, h_kept = _swiglu_forward(_SwiGLU.fc1(read, w13, groups, recipe, x.dtype), weights_TK, groups, recipe)
         _save(ctx, weights_TK, w13, w2, ids_TK, source, None if recompute else h_kept)
-        y_M = _grouped_mm(a_M, _expert_operands(w2, recipe, x.dtype)[0], groups.offsets, x.dtype)
-        return _sum_rows(y_M, groups.row_TK)
+        del h_kept
+        return _sum_rows(_grouped_mm(a_M, _expert_operands(w2, recipe, x.dtype)[0], groups, x.dtype), groups.row_TK)
 
     @staticmethod
     def fc1(read, w13, groups, recipe, dtype):
-        x_M = _fan_out(read, _token(groups), recipe.compute)
-        return _grouped_mm(x_M, _expert_operands(w13, recipe, dtype)[0], groups.offsets, dtype)
+        x_M = _fan_out_rows(read, groups, recipe.compute)
+        return _grouped_mm(x_M, _expert_operands(w13, recipe, dtype)[0], groups, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         recipe, dtype = ctx.recipe, ctx.dtype
         weights_TK, w13, w2, ids_TK, source, h_kept = _saved(ctx)
-        groups = group_rows(ids_TK, w13.shape[0] if w13.dim() == 3 else 1)
+        groups = group_rows(ids_TK, w13.shape[0] if w13.dim() == 3 else 1, ctx.num_pairs)
         read, kept = _replay(source, recipe)
         if h_kept is None:
-            h_kept = _SwiGLU.fc1(read, w13, groups, recipe, dtype)[groups.row_P]
-        token_M = _token(groups)
-        dy_rows = _gather(_received_gradient(dy, recipe), token_M)
-        dh_rows, dh_cols, a_cols, dp_M = _swiglu_backward(
-            _grouped_mm(dy_rows, _expert_operands(w2, recipe, dtype)[1], groups.offsets, dtype),
-            h_kept, _gate(weights_TK, groups), groups.row_P, recipe)
+            h_kept = _rebuilt(_SwiGLU.fc1(read, w13, groups, recipe, dtype), groups, recipe)
+        dy_rows, dy_cols = _fan_out_both(_received_gradient(dy, recipe), groups, recipe.compute)
+        da_M = _grouped_mm(dy_rows, _expert_operands(w2, recipe, dtype)[1], groups, dtype)
+        del dy_rows
+        dh_rows, dh_cols, a_cols, dweights_TK = _swiglu_backward(da_M, h_kept, weights_TK, groups, recipe)
         dx = dw13 = dw2 = None
         if ctx.needs_input_grad[3]:
-            dw2 = _grouped_wgrad(_cols(dy_rows, recipe.compute), a_cols, groups.offsets, dtype, w2.dtype).view_as(w2)
-        del h_kept, dy_rows, a_cols
+            dw2 = _grouped_wgrad(dy_cols, a_cols, groups, w2)
+        del da_M, h_kept, dy_cols, a_cols
         if ctx.needs_input_grad[0]:
-            dx_M = _grouped_mm(dh_rows, _expert_operands(w13, recipe, dtype)[1], groups.offsets, dtype)
-            dx = _sum_rows(dx_M, groups.row_TK)
+            dx = _sum_rows(_grouped_mm(dh_rows, _expert_operands(w13, recipe, dtype)[1], groups, dtype), groups.row_TK)
         if ctx.needs_input_grad[2]:
-            x_cols = _cols(_gather(kept, token_M), recipe.compute)
-            dw13 = _grouped_wgrad(dh_cols, x_cols, groups.offsets, dtype, w13.dtype).view_as(w13)
-        dweights = _gather(dp_M, groups.row_TK.flatten()).view_as(weights_TK).to(weights_TK.dtype)
-        return dx, dweights, dw13, dw2, *[None] * 5
+            dw13 = _grouped_wgrad(dh_cols, _fan_out_cols(kept, groups, recipe.compute), groups, w13)
+        return dx, dweights_TK, dw13, dw2, *[None] * 6
 
 
 def _token(groups: Groups) -> Tensor:
@@ -831,18 +1029,19 @@ def mlp(x: Activation, w13: Tensor, w2: Tensor, recompute: bool = False) -> Tens
     source = x.norm if x.norm is not None and (x.rebuild or recompute) else x.read if recompute else x.kept
     ids, ones = (torch.full((1, 1), v, dtype=t, device=x.x.device).expand(len(x.x), 1)  # no memory: only the shape is kept
                  for v, t in ((0, torch.int32), (1, torch.float32)))
-    return _SwiGLU.apply(x.x, ones, w13, w2, ids, x.recipe, x.read, source, recompute)
+    return _SwiGLU.apply(x.x, ones, w13, w2, ids, None, x.recipe, x.read, source, recompute)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, recipe: Recipe = RECIPES["bf16"],
-            payload: Fp8 | Fp4 | None = None, recompute: bool = False) -> Tensor:
+            payload: Fp8 | Fp4 | None = None, recompute: bool = False, num_pairs: int | None = None) -> Tensor:
     """y [T, H]: for each token the sum over its experts of weight * FFN(x), FFN(x) = w2 (silu(w_gate x) * (w_up x)).
 
     x [T, H]; ids [T, K] in 0..E-1, or -1 for none; weights [T, K] float32; w13 [E, 2I, H] (gate rows first), w2 [E, H, I].
     payload: x as it came over the wire, which is then what experts read (x only carries the gradient, see `carrier`);
     without one x is brought to the wire's format here, so that codes do not depend on where tokens come from.
     recompute: h is not kept but rebuilt, in full, by one FC1 GEMM from the bits that forward read, which are then what is kept
-    of x, also where `save` is narrower. ValueError for shapes that do not fit.
+    of x, also where `save` is narrower. num_pairs: how many ids are not -1, where the caller knows; on a GPU memory is laid out
+    for that many, or for all. ValueError for shapes that do not fit.
     """
     _check_call("experts", x, recipe)
     _check_experts(x, ids, weights, w13, w2)
@@ -853,7 +1052,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, re
     else:
         activation = quantize(x, recipe)
         read, kept = activation.read, x if recipe.save == "bf16" else activation.kept
-    return _SwiGLU.apply(x, weights, w13, w2, ids, recipe, read, read if recompute else kept, recompute)
+    return _SwiGLU.apply(x, weights, w13, w2, ids, num_pairs, recipe, read, read if recompute else kept, recompute)
 
 
 def _check_call(name: str, x: Tensor, recipe: Recipe):

@@ -875,7 +875,7 @@ def test_readers_of_one_activation_get_what_each_would_alone(recipe, rebuild, re
     recipe = replace(recipe, save_h="bf16")  # else a recomputed h is another one than that kept
     x = quant.rms_norm(raw_x, g, 1e-6, recipe, rebuild, wire)
     plain = leaf(x.x)
-    alone = quant.quantize(plain, recipe, rebuild=True)  # without a norm there is nothing to rebuild x from: it is kept
+    alone = quant.quantize(plain, recipe)  # without a norm there is nothing to rebuild x from: it is kept
     mlp = lambda x, *weights: quant.mlp(x, *weights, recompute=recompute and x is not alone)
     for make, weights in ((quant.linear, (w1,)), (quant.linear, (w2,)), (mlp, (w13, w_out))):
         y, want = make(x, *weights), make(alone, *weights)
@@ -961,7 +961,7 @@ def test_what_is_frozen_costs_no_gemm(recipe, monkeypatch):
     """Gradients of frozen weights, and of an input that needs none, are not computed; the others do not change."""
     ids, calls = route("mixed"), []
     x, weights, w13, w2, dy = expert_inputs(ids)
-    for name in ("_mm", "_grouped_mm", "_grouped_wgrad"):
+    for name in ("_mm", "_wgrad", "_grouped_mm", "_grouped_wgrad"):
         monkeypatch.setattr(quant, name, partial(lambda f, *args: calls.append(f) or f(*args), getattr(quant, name)))
     for layer, leaves, dy, gemms in (
             (lambda x, w13, w2: quant.experts(x, ids, weights, w13, w2, recipe), (x, w13, w2), dy, 4),
@@ -972,6 +972,64 @@ def test_what_is_frozen_costs_no_gemm(recipe, monkeypatch):
             calls.clear()
             _, *got = gradients(y, dy, *(t for i, t in enumerate(leaves) if i != frozen))
             assert len(calls) == gemms - 1 and same(got, want[:frozen] + want[frozen + 1:])
+
+
+def test_rms_norm_refuses_widths_that_mxfp4_cannot_hold():
+    quant.rms_norm(gaussian(4, 48), torch.ones(48), 1e-6, RECIPES["fp8"])
+    with pytest.raises(ValueError, match="rms_norm.*multiple of 32.*48"):
+        quant.rms_norm(gaussian(4, 48), torch.ones(48), 1e-6, RECIPES["mxfp4"])
+
+
+def test_a_hook_sees_this_pass_alone():
+    w, x = leaf(gaussian(64, 160)), gaussian(150, 160)
+    w.register_hook(lambda g: 0.5 * g)
+    for _ in range(2):
+        quant.linear(x, w).backward(gaussian(150, 64))
+    assert torch.allclose(w.grad, gaussian(150, 64).T @ x, rtol=1e-5, atol=1e-4)
+
+
+@main_recipes
+def test_wgrad_adds_into_the_gradient_that_is_there(recipe):
+    """Two backward passes leave their sum where the first left its gradient; torch.autograd.grad leaves .grad alone."""
+    ids = route("mixed")
+    x, weights, w13, w2, dy = expert_inputs(ids)
+    w, x1 = leaf(gaussian(64, 160)), leaf(uneven(150, 160))
+    for run, leaves in ((lambda: quant.experts(x, ids, weights, w13, w2, recipe).backward(dy), (w13, w2)),
+                        (lambda: quant.linear(x1, w, recipe).backward(gaussian(150, 64)), (w,))):
+        run()
+        first, places = [t.grad.clone() for t in leaves], [t.grad.data_ptr() for t in leaves]
+        run()
+        assert [t.grad.data_ptr() for t in leaves] == places
+        assert all(torch.allclose(t.grad, 2 * g, rtol=1e-6, atol=1e-6) for t, g in zip(leaves, first))
+    before = w.grad.clone()
+    alone, = torch.autograd.grad(quant.linear(x1, w, recipe), w, gaussian(150, 64))
+    assert same([w.grad], [before]) and torch.allclose(alone, before / 2, rtol=1e-6, atol=1e-6)
+    w.grad = None
+    (quant.linear(x1, w, recipe) + quant.linear(x1, w, recipe)).backward(gaussian(150, 64))  # one weight, twice in a graph
+    assert torch.allclose(w.grad, before, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@both_h
+@pytest.mark.parametrize("name", ("bf16", "fp8", "mxfp4", "h in fp4", "h in bf16"))
+def test_fused_layer_is_that_of_the_cpu(name, recompute):
+    """Experts and dense FFN of whole tiles, where every step is a kernel on a GPU: the CPU's numbers but for rounding, with room
+    for more pairs than there are as well."""
+    recipe = quant.RECIPES.get(name) or quant.Recipe("fp8", "fp4", name.split()[-1], "fp4")
+    ids = route("mixed")
+    *leaves, dy = expert_inputs(ids, h=256, i=128)
+
+    def run(device, num_pairs=None):
+        x, weights, w13, w2 = (leaf(t.to(device)) for t in leaves)
+        values = x.bfloat16()
+        y = quant.experts(values, ids.to(device), weights, w13, w2, recipe, recompute=recompute, num_pairs=num_pairs)
+        z = quant.mlp(quant.quantize(values, recipe), w13[0], w2[0], recompute)
+        return [t.cpu().float() for t in gradients(y + z, dy.bfloat16().to(device), x, weights, w13, w2)]
+
+    want = run("cpu")
+    for num_pairs in (None, int((ids >= 0).sum())):
+        for got, expected in zip(run("cuda", num_pairs), want):
+            assert (got - expected).norm() <= 0.02 * expected.norm()
 
 
 # -----------------------------------------------------------------------------
