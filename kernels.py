@@ -663,13 +663,17 @@ def _store_pairs_as(words, data8, scale8, s_row, s_col, data4, scale4, row0, r, 
 
 
 @triton.jit
-def _store_as_cols(v0, v1, v2, v3, data, scale, s_row, s_col, tile_m, tile_k, pitch, K: tl.constexpr):
-    """float32 of four row quads -> FP8 cols [K, pitch] in words, a scale for each column of 128 rows."""
-    top = _larger(_larger(tl.abs(v0), tl.abs(v1)), _larger(tl.abs(v2), tl.abs(v3)))
-    scales, inverse = _fp8_scales(_amax(top, 0)[None, :])
+def _store_as_cols(v0, v1, v2, v3, data, scale, s_row, s_col, tile_m, tile_k, pitch, K: tl.constexpr, BLOCK: tl.constexpr):
+    """float32 of four row quads -> FP8 cols [K, pitch] in words, a scale for each column of 128 rows or (BLOCK) for all."""
+    top = _amax(_larger(_larger(tl.abs(v0), tl.abs(v1)), _larger(tl.abs(v2), tl.abs(v3))), 0)
+    if BLOCK:
+        scales, inverse = _fp8_scales(tl.max(top, 0))
+        tl.store(scale + tile_k.to(tl.int64) * s_row + tile_m.to(tl.int64) * s_col, scales)
+    else:
+        scales, inverse = _fp8_scales(top[None, :])
+        _store_scale_of_cols(scale, scales, tile_m, tile_k, 128, s_row, s_col, K)
     words = _encode_columns(v0 * inverse, v1 * inverse, v2 * inverse, v3 * inverse)
     _store_cols(data, words, tile_m, tile_k, 128, pitch, K)
-    _store_scale_of_cols(scale, scales, tile_m, tile_k, 128, s_row, s_col, K)
 
 
 @triton.jit
@@ -683,14 +687,15 @@ def _quantize_quad(j: tl.constexpr, x, data8, scale8, s_row, s_col, tile_m, tile
 
 
 @triton.jit(do_not_specialize=["M"])
-def _quantize_rows_and_cols(x, data8, scale8, s_row, s_col, data_t, scale_t, t_row, t_col, M, K: tl.constexpr, pitch):
+def _quantize_rows_and_cols(x, data8, scale8, s_row, s_col, data_t, scale_t, t_row, t_col, M, K: tl.constexpr, pitch,
+                            BLOCK: tl.constexpr):
     """Contiguous rows -> FP8 rows and, from the same read, FP8 cols [K, pitch] in words, each with its own scales."""
     tile_m, tile_k = _tile_down(M)
     v0 = _quantize_quad(0, x, data8, scale8, s_row, s_col, tile_m, tile_k, M, K)
     v1 = _quantize_quad(1, x, data8, scale8, s_row, s_col, tile_m, tile_k, M, K)
     v2 = _quantize_quad(2, x, data8, scale8, s_row, s_col, tile_m, tile_k, M, K)
     v3 = _quantize_quad(3, x, data8, scale8, s_row, s_col, tile_m, tile_k, M, K)
-    _store_as_cols(v0, v1, v2, v3, data_t, scale_t, t_row, t_col, tile_m, tile_k, pitch, K)
+    _store_as_cols(v0, v1, v2, v3, data_t, scale_t, t_row, t_col, tile_m, tile_k, pitch, K, BLOCK)
 
 
 @triton.jit
@@ -1889,12 +1894,15 @@ def quantize_fp8_fp4_rows(x):
     return *fp8, *fp4
 
 
-def quantize_fp8_rows_and_cols(x):
-    """x [M, K] -> the two tensors of quantize_fp8_rows(x), and those of quantize_fp8_rows(x.t()), from one read."""
+def quantize_fp8_rows_and_cols(x, block=False):
+    """x [M, K] -> the two tensors of quantize_fp8_rows(x), and those of quantize_fp8_rows(x.t()), from one read.
+
+    block: columns have one scale a 128x128 tile, [K/128, M/128], as those of quantize_fp8_blocks(x), transposed."""
     (M, K), x = x.shape, x.contiguous()
-    fp8, data_t, scale_t = _new_fp8_rows(x, M, K), _new_fp8_cols(x, K, M)[0], _new_scale(x, K, _cdiv(M, 128))
+    fp8, (data_t, scale_t) = _new_fp8_rows(x, M, K), _new_fp8_cols(x, K, M)
+    scale_t = scale_t if block else _new_scale(x, K, _cdiv(M, 128))
     _launch(_quantize_rows_and_cols, _cdiv(M, 128) * _cdiv(K, 128), x, *_fp8_out(fp8), _words(data_t), scale_t,
-            *scale_t.stride(), M, K, _cdiv(M, 4))
+            *scale_t.stride(), M, K, _cdiv(M, 4), block)
     return *fp8, data_t[:, :M], scale_t
 
 

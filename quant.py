@@ -193,12 +193,17 @@ def quantize_fp8_rows(x: Tensor) -> Fp8:
 
 
 @torch.no_grad()
-def quantize_fp8_rows_and_cols(x: Tensor) -> tuple[Fp8, Fp8]:
-    """x [M, K] -> its FP8 rows and its FP8 cols, those of x.t(), from one read: what a gradient's GEMMs read."""
+def quantize_fp8_rows_and_cols(x: Tensor, block: bool = False) -> tuple[Fp8, Fp8]:
+    """x [M, K] -> its FP8 rows and its FP8 cols, those of x.t(), from one read: what a gradient's GEMMs read.
+
+    block: the cols have one scale a 128x128 tile, [ceil(K/128), ceil(M/128)]. ValueError unless 2-D."""
     _check(x, "quantize_fp8_rows_and_cols", (2,))
     if _on_gpu(x):
-        data, scale, data_t, scale_t = kernels.quantize_fp8_rows_and_cols(x)
+        data, scale, data_t, scale_t = kernels.quantize_fp8_rows_and_cols(x, block)
         return Fp8(data, scale), Fp8(data_t, scale_t)
+    if block:
+        blocks = quantize_fp8_blocks(x)
+        return quantize_fp8_rows(x), Fp8(blocks.data.t().contiguous(), blocks.scale.t())
     return quantize_fp8_rows(x), quantize_fp8_rows(x.t())
 
 
@@ -768,6 +773,7 @@ class Groups(NamedTuple):
     expert: Tensor   # [M / 128] int32 expert of each tile of 128 rows; on a GPU -1 behind the last one's
     shift: Tensor    # [M / 128] int32 h is kept without padding: row m of it is row m - shift[m // 128] there
     num_pairs: int   # rows kept of h: real pairs, on a GPU perhaps fewer than this
+    dense: bool = False  # every token once, in its own row: nothing is fanned out or summed
 
     @property
     def on_gpu(self) -> bool:
@@ -811,6 +817,16 @@ def group_rows(ids_TK: Tensor, num_experts: int, num_pairs: int | None = None) -
     return Groups(pair_M, row_TK, offsets.int(), expert.int(), (offsets - first)[expert].int(), num_pairs)
 
 
+def _groups(ids_TK: Tensor, w13: Tensor, num_pairs: int | None) -> Groups:
+    """Of experts, or of a dense layer, whose weights have no expert axis. On a GPU tokens that fill no tile are padded as an
+    expert's are."""
+    T, device = len(ids_TK), ids_TK.device
+    if w13.dim() == 3 or _on_gpu(ids_TK) and T % TILE:
+        return group_rows(ids_TK, len(w13) if w13.dim() == 3 else 1, num_pairs)
+    row, zeros = torch.arange(T, device=device, dtype=torch.int32), torch.zeros(-(-T // TILE), device=device, dtype=torch.int32)
+    return Groups(row, row[:, None], torch.arange(2, device=device, dtype=torch.int32) * T, zeros, zeros, T, dense=True)
+
+
 def _gather(q: Tensor | Fp8 | Fp4, index_M: Tensor):
     """Rows of q by index; zeros where it is negative, which in a quantised format means the smallest scale, too."""
     if isinstance(q, Fp8):
@@ -825,7 +841,9 @@ def _gather(q: Tensor | Fp8 | Fp4, index_M: Tensor):
 
 def _fan_out_rows(read: Tensor | Fp8 | Fp4, groups: Groups, compute: str) -> Tensor | Fp8:
     """[M, H], what the expert GEMMs read of x [T, H]: a row for each pair, zeros for padding; FP4 becomes FP8 here."""
-    if not groups.on_gpu:
+    if groups.dense:
+        rows = fp4_to_fp8_rows(read) if isinstance(read, Fp4) else read
+    elif not groups.on_gpu:
         rows = _gather(read, _token(groups))
         rows = fp4_to_fp8_rows(rows) if isinstance(rows, Fp4) and compute == "fp8" else rows
     elif isinstance(read, Tensor):
@@ -840,6 +858,8 @@ def _fan_out_cols(kept: Tensor | Fp8 | Fp4, groups: Groups, compute: str) -> Ten
     """[H, M], what Wgrad reads of x [T, H]; in FP8 with a scale for each 128x128 tile."""
     if compute == "bf16":
         return _fan_out_rows(kept, groups, compute).t()
+    if groups.dense:
+        return _cols(kept, compute)
     kept = quantize_fp8_rows(kept) if isinstance(kept, Tensor) else kept
     if not groups.on_gpu:
         return _cols(_gather(kept, _token(groups)), compute)
@@ -848,7 +868,9 @@ def _fan_out_cols(kept: Tensor | Fp8 | Fp4, groups: Groups, compute: str) -> Ten
 
 
 def _fan_out_both(dy: Tensor | Fp8, groups: Groups, compute: str):
-    """Rows and cols of a gradient, from one read where it is FP8."""
+    """Rows and cols of a gradient, from one read where it is FP8, or is quantised here."""
+    if groups.dense and compute == "fp8" and isinstance(dy, Tensor):
+        return quantize_fp8_rows_and_cols(dy, True)  # one scale a tile
     if not groups.on_gpu or isinstance(dy, Tensor):
         rows = _fan_out_rows(dy, groups, compute)
         return rows, _cols(rows, compute)
@@ -856,12 +878,14 @@ def _fan_out_both(dy: Tensor | Fp8, groups: Groups, compute: str):
     return Fp8(data, scale), Fp8(data_t, scale_t)
 
 
-def _sum_rows(y_MH: Tensor, row_TK: Tensor) -> Tensor:
+def _sum_rows(y_MH: Tensor, groups: Groups) -> Tensor:
     """[T, H]: each token's rows summed in float32 (or wider), slot by slot, so that every run adds in the same order."""
+    if groups.dense:
+        return y_MH
     if _on_gpu(y_MH) and y_MH.dtype in (torch.bfloat16, torch.float32):
-        return kernels.sum_rows(y_MH, row_TK)
-    total = y_MH.new_zeros(len(row_TK), y_MH.shape[1], dtype=torch.promote_types(y_MH.dtype, torch.float32))
-    for row_T in row_TK.t():
+        return kernels.sum_rows(y_MH, groups.row_TK)
+    total = y_MH.new_zeros(len(groups.row_TK), y_MH.shape[1], dtype=torch.promote_types(y_MH.dtype, torch.float32))
+    for row_T in groups.row_TK.t():
         total += _gather(y_MH, row_T)
     return total.to(y_MH.dtype)
 
@@ -949,12 +973,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights_TK, w13, w2, ids_TK, num_pairs, recipe, read, source, recompute):
         ctx.recipe, ctx.dtype, ctx.num_pairs = recipe, x.dtype, num_pairs
-        groups = group_rows(ids_TK, w13.shape[0] if w13.dim() == 3 else 1, num_pairs)
+        groups = _groups(ids_TK, w13, num_pairs)
         # h in full is freed here, unless it is what is kept: nothing else refers to it
         a_M, h_kept = _swiglu_forward(_SwiGLU.fc1(read, w13, groups, recipe, x.dtype), weights_TK, groups, recipe)
         _save(ctx, weights_TK, w13, w2, ids_TK, source, None if recompute else h_kept)
         del h_kept
-        return _sum_rows(_grouped_mm(a_M, _expert_operands(w2, recipe, x.dtype)[0], groups, x.dtype), groups.row_TK)
+        return _sum_rows(_grouped_mm(a_M, _expert_operands(w2, recipe, x.dtype)[0], groups, x.dtype), groups)
 
     @staticmethod
     def fc1(read, w13, groups, recipe, dtype):
@@ -966,11 +990,12 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, dy):
         recipe, dtype = ctx.recipe, ctx.dtype
         weights_TK, w13, w2, ids_TK, source, h_kept = _saved(ctx)
-        groups = group_rows(ids_TK, w13.shape[0] if w13.dim() == 3 else 1, ctx.num_pairs)
+        groups = _groups(ids_TK, w13, ctx.num_pairs)
         read, kept = _replay(source, recipe)
         if h_kept is None:
             h_kept = _rebuilt(_SwiGLU.fc1(read, w13, groups, recipe, dtype), groups, recipe)
-        dy_rows, dy_cols = _fan_out_both(_received_gradient(dy, recipe), groups, recipe.compute)
+        dy = dy if groups.dense else _received_gradient(dy, recipe)
+        dy_rows, dy_cols = _fan_out_both(dy, groups, recipe.compute)
         da_M = _grouped_mm(dy_rows, _expert_operands(w2, recipe, dtype)[1], groups, dtype)
         del dy_rows
         dh_rows, dh_cols, a_cols, dweights_TK = _swiglu_backward(da_M, h_kept, weights_TK, groups, recipe)
@@ -979,7 +1004,7 @@ class _SwiGLU(torch.autograd.Function):
             dw2 = _grouped_wgrad(dy_cols, a_cols, groups, w2)
         del da_M, h_kept, dy_cols, a_cols
         if ctx.needs_input_grad[0]:
-            dx = _sum_rows(_grouped_mm(dh_rows, _expert_operands(w13, recipe, dtype)[1], groups, dtype), groups.row_TK)
+            dx = _sum_rows(_grouped_mm(dh_rows, _expert_operands(w13, recipe, dtype)[1], groups, dtype), groups)
         if ctx.needs_input_grad[2]:
             dw13 = _grouped_wgrad(dh_cols, _fan_out_cols(kept, groups, recipe.compute), groups, w13)
         return dx, dweights_TK, dw13, dw2, *[None] * 6

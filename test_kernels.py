@@ -362,6 +362,12 @@ def test_empty():
     assert [t.shape for t in run("quantize_fp8_weight", torch.zeros(0, 300, 64))][1::2] == [(0, 3, 1), (0, 1, 3)]
 
 
+@pytest.mark.parametrize("M, K", [(256, 256), (130, 304), (7, 33)])
+def test_cols_with_one_scale_a_tile(M, K):
+    for seed in (2, 3):
+        check("quantize_fp8_rows_and_cols", sample(M, K, torch.bfloat16, seed), True)
+
+
 @pytest.mark.skipif(not CUDA, reason="needs a GPU's memory and speed")
 @pytest.mark.parametrize("M, K", [(300001, 7168), (524289, 4096), (32 * 65536 + 1, 32), (1, 128 * 65536 + 32)])
 def test_huge(M, K):  # CASE 7: more than 2^31 elements, more than 65535 tiles along either axis
@@ -572,7 +578,7 @@ def test_swiglu_bf16():
 def test_sum_rows(dtype):
     ids, groups = routing(20, 4, 5)
     y = torch.randn(len(groups.pair_M), 160, generator=torch.Generator().manual_seed(3)).to(dtype)
-    assert_same(flat([run("sum_rows", y, groups.row_TK.int())]), [quant._sum_rows(y, groups.row_TK)])
+    assert_same(flat([run("sum_rows", y, groups.row_TK.int())]), [quant._sum_rows(y, groups)])
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU's memory and speed")
@@ -707,7 +713,7 @@ def test_a_training_step_all_through_the_kernels(name, monkeypatch):
     net = model.Model(replace(model.PRESETS["tiny"], n_layers=1, n_dense=0, n_experts=3, top_k=2, nope_dim=64, rope_dim=64,
                               v_dim=64))
     net.recipe, net.dtype = quant.RECIPES[name], torch.bfloat16
-    tokens = torch.randint(0, 256, (1, 73))
+    tokens = torch.randint(0, 256, (1, 129))  # 128: the shared expert reads whole tiles of tokens
 
     def gradients():
         net.zero_grad()
@@ -903,6 +909,7 @@ def every_launch():
     pair, end = torch.zeros(256, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
     p, weight = torch.ones(256), torch.ones(7168)
     q8, q4, h, da = quant.quantize_fp8_rows(x), quant.quantize_fp4_rows(x), x[:, :4096].contiguous(), x[:, :2048].contiguous()
+    yield "quantize_fp8_rows_and_cols", [x, True], False
     yield "fan_out_rows", [x, pair, end, 8], False
     for name in ("fp8_fan_out_rows", "fp8_fan_out_cols"):
         yield name, [q8, pair, end, 8], False

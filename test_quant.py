@@ -628,13 +628,13 @@ def read_and_kept(x, recipe, wire, recompute):
     return read, ((recipe.save, ROUND[wire](x)) if WIDTH[recipe.save] < WIDTH[wire] else (wire, x))
 
 
-def swiglu_reference(ids, x, weights, w13, w2, dy, recipe, wire, recompute, snap):
-    """y, dx, dweights, dw13, dw2 of an expert layer on decoded operands."""
+def swiglu_reference(ids, x, weights, w13, w2, dy, recipe, wire, recompute, snap, dense=False):
+    """y, dx, dweights, dw13, dw2 of an expert layer on decoded operands; a dense one pads nothing, and its dy comes in full."""
     x, weights, w13, w2 = (t.detach() for t in (x, weights, w13, w2))
     fp8 = recipe.compute == "fp8"
     round8, blocks = (rows8, blocks8) if fp8 else (torch.Tensor.double,) * 2
     snapped8 = (lambda v: rows8(snap(v))) if fp8 else (lambda v: v)
-    pair, spans = place_rows(ids, len(w13))
+    pair, spans = (torch.arange(len(x)), [slice(0, len(x))]) if dense else place_rows(ids, len(w13))
     token = torch.where(pair < 0, len(x), pair // max(ids.shape[1], 1))
     real, p = pair >= 0, spread_out(weights.flatten()[:, None], pair)
     w13_read, w2_read = blocks(w13), blocks(w2)
@@ -651,7 +651,7 @@ def swiglu_reference(ids, x, weights, w13, w2, dy, recipe, wire, recompute, snap
     da = each(round8(dy_M), w2_read)
     a, silu, slope, up = swiglu_parts(h, p)
     dh = torch.cat([da * up * p * slope, da * silu * p], 1)
-    dw2 = wgrad(cols_of_rows8(dy_M) if fp8 else dy_M, snapped8(a.T).T)
+    dw2 = wgrad((blocks8 if dense else cols_of_rows8)(dy_M) if fp8 else dy_M, snapped8(a.T).T)
     dx_M = each(snapped8(dh), w13_read)
     dw13 = wgrad(snapped8(dh.T).T, wgrad_operand(kept_name, spread_out(x_kept, token), recipe.compute))
     dweights = torch.zeros(ids.numel(), dtype=torch.float64).index_put((pair[real],), (da * silu * up).sum(1)[real])
@@ -703,7 +703,7 @@ def test_mlp_reads_what_it_should(recipe, recompute, snap):
     (x, _, w13, w2), dy = skewed_inputs(150, 1, num_experts=1)
     y = quant.mlp(quant.quantize(x, recipe), w13[0], w2[0], recompute)
     got, ids, ones = gradients(y, dy, x, w13, w2), torch.zeros(150, 1).int(), torch.ones(150, 1)
-    want = swiglu_reference(ids, x, ones, w13, w2, dy, recipe, "bf16", recompute, snap)
+    want = swiglu_reference(ids, x, ones, w13, w2, dy, recipe, "bf16", recompute, snap, dense=True)
     check(("y", "dx", "dw13", "dw2"), got, want[:2] + want[3:])
 
 
@@ -902,7 +902,8 @@ def test_nothing_non_finite_passes_through_a_layer_as_a_number(recipe, where):
 
 def test_rows_of_a_token_are_summed_in_float32():
     y_MH = torch.tensor([[256.0], [1.0], [1.0], [5.0]]).bfloat16()  # in BF16 256 + 1 is 256
-    assert quant._sum_rows(y_MH, torch.tensor([[0, 1, 2], [-1, 3, -1], [-1, -1, -1]])).tolist() == [[258], [5], [0]]
+    groups = quant.group_rows(torch.zeros(1, 1), 1)._replace(row_TK=torch.tensor([[0, 1, 2], [-1, 3, -1], [-1, -1, -1]]))
+    assert quant._sum_rows(y_MH, groups).tolist() == [[258], [5], [0]]
 
 
 def test_group_rows_example():
