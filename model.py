@@ -471,6 +471,63 @@ class MTP(nn.Module):
         return model.cross_entropy(x, self.out_norm, labels), balance
 
 
+LOGIT_BYTES = 2**29  # float32 logits of so many bytes at once: 1024 tokens of V3, which still make its GEMMs large
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy of logits x weightᵀ, summed over valid targets, for a chunk of tokens at a time; x is norm's output.
+
+    Keeps nothing of its own: backward computes the logits again, a third more of the head's arithmetic and under 1 % of a V3
+    step's. Gradients taken in forward would spare that, but hold a float32 [Vo, H] each (V3: 3.7 GB, with MTP twice) until
+    backward brings their factor, just when memory is fullest."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets_T, norm):
+        *tensors, ctx.eps = norm
+        ctx.save_for_backward(weight, targets_T, *tensors)
+        return torch.stack([_summed_loss(quant.linear(x_CH, weight), targets_C)
+                            for x_CH, targets_C in _chunks(len(weight), x, targets_T)]).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        weight, targets_T, *norm = ctx.saved_tensors
+        x = quant.rms_norm(*norm, ctx.eps, RECIPES["bf16"]).x
+        dx, dw, read = torch.empty_like(x), None, quant.weight_operands(weight, "bf16", x.dtype)[0]
+        if ctx.needs_input_grad[1]:
+            dw, accumulate = quant.gradient_buffer(weight)
+            dw = dw if accumulate else dw.zero_()
+        for x_CH, targets_C, dx_CH in _chunks(len(weight), x, targets_T, dx):
+            logits = quant.linear(x_CH, weight).requires_grad_()
+            with torch.enable_grad():
+                dlogits, = torch.autograd.grad(_summed_loss(logits, targets_C), logits, dloss)
+            torch.mm(dlogits, read, out=dx_CH)
+            if dw is not None:
+                _add_product(dw, dlogits.t(), x_CH)
+        return dx, dw, None, None
+
+
+def _chunks(vocab_size: int, *of_tokens: Tensor):
+    """Tensors [T, ..] cut alike into chunks of about equal length, whose float32 logits take LOGIT_BYTES at most."""
+    longest = max(LOGIT_BYTES // (4 * vocab_size), 1)
+    count = max(-(-len(of_tokens[0]) // longest), 1)  # no tokens: one empty chunk
+    return zip(*(t.chunk(count) for t in of_tokens))
+
+
+def _summed_loss(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+    """In at least float32; -100 is ignored."""
+    wide = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    return F.cross_entropy(wide, targets_T, ignore_index=-100, reduction="sum")
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor):
+    """out += a @ b; a CPU rounds what BF16 operands give to BF16 before."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b)
+    else:
+        out += torch.mm(a, b, out_dtype=out.dtype) if out.is_cuda else a @ b
+
+
 class Model(nn.Module):
     """The language model. Parameters are FP32 and nothing is quantised until `recipe` says so.
 
@@ -538,14 +595,19 @@ class Model(nn.Module):
             raise ValueError(f"token ids are 0 to {len(self.embed) - 1}; got {tokens_BS.min()} to {tokens_BS.max()}")
         return F.embedding(tokens_BS, self.embed).to(self.dtype or self.embed.dtype).flatten(0, 1)
 
+    def head_input(self, x_TH: Tensor, norm: Tensor) -> Activation:
+        """What the head reads of the residual stream; norm is the last norm's weight."""
+        return quant.rms_norm(x_TH, norm, self.config.norm_eps, RECIPES["bf16"], rebuild=True)
+
     def logits(self, x_TH: Tensor, norm: Tensor) -> Tensor:
-        """[T, Vo] in at least float32, from the residual stream; norm is the last norm's weight."""
-        y = quant.linear(quant.rms_norm(x_TH, norm, self.config.norm_eps, RECIPES["bf16"], rebuild=True), self.head)
+        """[T, Vo] in at least float32, from the residual stream."""
+        y = quant.linear(self.head_input(x_TH, norm), self.head)
         return y.to(torch.promote_types(y.dtype, torch.float32))
 
     def cross_entropy(self, x_TH: Tensor, norm: Tensor, targets_BS: Tensor) -> Tensor:
-        """Summed over valid targets."""
-        return F.cross_entropy(self.logits(x_TH, norm), targets_BS.flatten(), ignore_index=-100, reduction="sum")
+        """That of the logits with targets (-100: ignored), summed; never holds all logits."""
+        x = self.head_input(x_TH, norm)
+        return _CrossEntropy.apply(x.x, self.head, targets_BS.flatten(), x.norm)
 
     @torch.no_grad()
     def generate(self, tokens_BS: Tensor, max_new_tokens: int, temperature: float = 1.0) -> Tensor:

@@ -546,10 +546,10 @@ def _grouped_mm(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, dtype: torch.d
 
 
 def _grouped_wgrad(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, weight: Tensor) -> Tensor:
-    """The gradient of weight: out_ENK = a_NM @ b_KMᵀ over each expert's own M, added to weight.grad: see _gradient_buffer."""
+    """The gradient of weight: out_ENK = a_NM @ b_KMᵀ over each expert's own M, added to weight.grad: see gradient_buffer."""
     if _fp8_wgrad(a, b, weight.dtype):
         return _fp8_wgrad_into(a, b, groups.offsets, weight)
-    out, accumulate = _gradient_buffer(weight)
+    out, accumulate = gradient_buffer(weight)
     out_ENK = out.view(-1, *out.shape[-2:])
     a, b = _values(a, b)
     if a.dtype == torch.bfloat16 and a.is_cuda and a.shape[1]:
@@ -568,7 +568,7 @@ def _wgrad(a: Tensor | Fp8, b: Tensor | Fp8, weight: Tensor) -> Tensor:
     if _fp8_wgrad(a, b, weight.dtype):
         return _fp8_wgrad_into(a, b, None, weight)
     dw = _product(*_values(a, b), weight.dtype)
-    return _gradient_buffer(weight)[0].add_(dw) if _adds(weight) else dw
+    return gradient_buffer(weight)[0].add_(dw) if _adds(weight) else dw
 
 
 def _fp8_wgrad(a: Tensor | Fp8, b: Tensor | Fp8, out: torch.dtype) -> bool:
@@ -578,13 +578,13 @@ def _fp8_wgrad(a: Tensor | Fp8, b: Tensor | Fp8, out: torch.dtype) -> bool:
 
 
 def _fp8_wgrad_into(a: Fp8, b: Fp8, offsets: Tensor | None, weight: Tensor) -> Tensor:
-    out, accumulate = _gradient_buffer(weight)
+    out, accumulate = gradient_buffer(weight)
     kernels.grouped_wgrad(*a, *b, offsets, out.view(-1, *out.shape[-2:]), accumulate)
     torch.autograd.graph.increment_version(out)  # which a kernel's writing does not
     return out
 
 
-def _gradient_buffer(weight: Tensor) -> tuple[Tensor, bool]:
+def gradient_buffer(weight: Tensor) -> tuple[Tensor, bool]:
     """Where a weight's gradient goes: (its .grad, which leaves it until autograd puts back what Wgrad added there, True), so
     that no second buffer is filled and added; or (new memory, False).
 

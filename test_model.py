@@ -682,6 +682,130 @@ def test_layer_called_twice_case_18(name, scopes):
 
 
 # -----------------------------------------------------------------------------
+# cross entropy in chunks of tokens
+
+@pytest.fixture
+def chunks_of_16(monkeypatch):
+    """Tokens whose logits are held at once: 16 take LOGIT_BYTES but for 100 bytes, too few for a 17th."""
+    monkeypatch.setattr(model_module, "LOGIT_BYTES", 16 * 4 * SMALL.vocab_size + 100)
+
+
+def head_batch(length, ignored=(), dtype=torch.float32):
+    """A residual stream [T, H] and targets [T], -100 for the tokens in ignored."""
+    generator = torch.Generator().manual_seed(length)
+    x = torch.randn(length, SMALL.hidden, generator=generator).to(dtype)
+    targets = torch.randint(SMALL.vocab_size, (length,), generator=generator)
+    return x, targets.index_fill(0, torch.tensor([i for i in ignored if i < length], dtype=torch.long), -100)
+
+
+def in_chunks(net, x, targets):
+    return net.cross_entropy(x, net.norm, targets)
+
+
+def all_at_once(net, x, targets):
+    return F.cross_entropy(net.logits(x, net.norm), targets, ignore_index=-100, reduction="sum")
+
+
+def head_gradients(f, net, x, targets, factor=-0.37):
+    """{"loss": f, "x" and parameters: gradients of factor * f}; those of parameters are added to what is there."""
+    x = x.clone().requires_grad_()
+    loss = f(net, x, targets)
+    (factor * loss).backward()
+    return {"loss": loss.detach(), "x": x.grad, "norm": net.norm.grad, "head": net.head.grad}
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 32, 100])
+@pytest.mark.parametrize("ignored", [(), (3, 4, 16, 99), range(100)], ids=["none", "some", "all"])
+@pytest.mark.parametrize("dtype, bound", [
+    (torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 0.01)], ids=str)
+def test_cross_entropy_against_float64(chunks_of_16, length, ignored, dtype, bound):
+    """Loss and gradients. BF16: activations, logits, their gradient and, on a CPU, each chunk's product are rounded, by
+    0.17 % rms each; logits are around 1, so that probabilities move no more than that."""
+    wide = dtype if dtype == torch.float64 else torch.float32
+    x, targets = head_batch(length, ignored, dtype)
+    ours = head_gradients(in_chunks, build().to(wide), x, targets)
+    exact = head_gradients(all_at_once, build().double(), x.double(), targets)
+    assert {k: t.dtype for k, t in ours.items()} == {"loss": wide, "x": dtype, "norm": wide, "head": wide}
+    assert_close({k: t.double() for k, t in ours.items()}, exact, bound)
+    if length == len(set(ignored) & set(range(length))):
+        assert not any(t.any() for t in ours.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("whole", [False, True], ids=["activations", "parameters too"])
+def test_cross_entropy_of_one_chunk_is_pytorchs_bit_for_bit(dtype, whole):
+    x, targets = head_batch(100, (3, 99), dtype)
+    net = build().to(dtype if whole else torch.float32)
+    other = copy.deepcopy(net)
+    for _ in range(2):  # the second one adds to .grad
+        assert_same(head_gradients(in_chunks, net, x, targets), head_gradients(all_at_once, other, x, targets))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cross_entropy_in_chunks_is_that_of_each(chunks_of_16, dtype):
+    """Bit for bit, but for the sum over tokens in the norm's gradient."""
+    (x, targets), net, parts = head_batch(48, (3, 40), dtype), build(), build()
+    ours = head_gradients(in_chunks, net, x, targets)
+    each = [head_gradients(in_chunks, parts, *part) for part in zip(x.split(16), targets.split(16))]
+    stacked = {"loss": torch.stack([one["loss"] for one in each]).sum(), "x": torch.cat([one["x"] for one in each])}
+    assert_same({k: t for k, t in ours.items() if k != "norm"}, stacked | {"head": parts.head.grad})
+
+
+def test_cross_entropy_adds_to_the_heads_gradient(chunks_of_16):
+    """In place, in backward; torch.autograd.grad, or a frozen head, leaves .grad alone."""
+    net, (x, targets) = build(), head_batch(40)
+    once = head_gradients(in_chunks, net, x, targets)["head"].clone()
+    buffer = net.head.grad.data_ptr()
+    head_gradients(in_chunks, net, x, targets)
+    assert net.head.grad.data_ptr() == buffer
+    twice, (apart,) = net.head.grad.clone(), torch.autograd.grad(in_chunks(net, x, targets), [net.head])
+    assert_close({"twice": twice, "apart": -0.37 * apart}, {"twice": 2 * once, "apart": once}, 1e-6)
+    net.head.requires_grad_(False)
+    ours, plain = (head_gradients(f, net, x, targets) for f in (in_chunks, all_at_once))
+    assert torch.equal(net.head.grad, twice)
+    assert_close({"x": ours["x"]}, {"x": plain["x"]}, 1e-6)
+
+
+class Logits(TorchDispatchMode):
+    """The most tokens for which an operator gave something as large as their logits."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor) and SMALL.vocab_size in t.shape and SMALL.hidden not in t.shape:
+                self.most = max(self.most, t.numel() // SMALL.vocab_size)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cross_entropy_never_holds_all_logits(chunks_of_16, dtype):
+    """Neither in forward nor in backward; and between the two it keeps nothing but what it was given."""
+    net, (x, targets) = build(), head_batch(100, (3,), dtype)
+    with Logits() as seen:
+        head_gradients(in_chunks, net, x, targets)
+    with Logits() as plain:
+        head_gradients(all_at_once, net, x, targets)
+    assert seen.most <= 16 and plain.most == 100
+    given = x.clone().requires_grad_()
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), Alive() as alive:
+            loss = in_chunks(net, given, targets)
+        assert loss.requires_grad == grad and not alive.left(storages(given, targets, list(net.parameters())), 1000)
+
+
+def test_whole_objective_in_chunks(chunks_of_16):
+    """MTP's head is the same: one backward adds to its gradient twice, here in two micro-batches of 48 tokens."""
+    net, (ids, targets) = build(replace(SMALL, mtp=True)).double(), inputs_and_targets(4, 24)
+    targets[1, 2:9] = -100
+    plain = copy.deepcopy(net)
+    plain.cross_entropy = lambda x, norm, labels: F.cross_entropy(
+        plain.logits(x, norm), labels.flatten(), ignore_index=-100, reduction="sum")
+    assert_close(gradients(net, ids, targets, 89, pieces=2), gradients(plain, ids, targets, 89), 1e-9)
+
+
+# -----------------------------------------------------------------------------
 # recompute
 
 @every_recipe

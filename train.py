@@ -89,6 +89,7 @@ class Config:
     warmup: int = 20  # steps of linear warm-up, cut to the length of the run
     schedule: str = "cosine"  # cosine (down to min_lr) | wsd (constant, then linear to min_lr in the last fifth)
     weight_decay: float = 0.1  # on matrices, embedding, head and experts among them; not on norms
+    moments: str = "fp32"  # AdamW's moments are kept in: fp32 | bf16 (half their memory, as DeepSeek-V3)
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
     max_bad_steps: int = 10  # so many skipped steps in a row end the run
     eval_every: int = 100  # steps between evaluations; 0: only after the last step
@@ -105,7 +106,9 @@ class Config:
     model: dict = field(default_factory=dict)  # what --model.FIELD=value collects
 
 
-CHOICES = {"dtype": ("", "bf16", "fp32"), "schedule": ("cosine", "wsd"), "preset": ("", *PRESETS), "precision": RECIPES}
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CHOICES = {"dtype": ("", "bf16", "fp32"), "schedule": ("cosine", "wsd"), "preset": ("", *PRESETS), "precision": RECIPES,
+           "moments": MOMENTS}
 AT_LEAST = {"seq_len": 1, "batch_size": 1, "grad_accum": 1, "steps": 1, "lr": 0, "warmup": 0, "weight_decay": 0,
             "grad_clip": 0, "max_bad_steps": 1, "eval_every": 0, "eval_steps": 1, "save_every": 0, "log_every": 1}
 # what a run that goes on from a checkpoint may change in its model: nothing that shapes a tensor or decides a route
@@ -113,6 +116,7 @@ MAY_CHANGE = {"balance_rate", "balance_alpha", "mtp_weight", "max_seq_len", "rop
               "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "norm_eps", "init_std"}
 SAMPLE_TOKENS = 128  # length of the text generated at each evaluation
 KEPT_CHECKPOINTS = 2
+PORTION = 2**25  # so many elements of moments kept in BF16 are in float32 at once: two moments, 0.27 GB
 # dense BF16 TFLOP/s by data sheet; the first key found in the device's name
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "H800": 989, "H20": 148, "B200": 2250,
                "A100": 312, "A800": 312, "L40S": 362, "RTX 4090": 165, "RTX 3090": 71}
@@ -353,7 +357,7 @@ def hf_folder(name):
     return os.path.abspath(os.path.expanduser(str(name)[3:])) if str(name).startswith("hf:") else ""
 
 
-def hold(out_dir, model_config):
+def hold(out_dir, model_config, moments):
     """Makes out_dir and keeps it for this run: the open file returned holds a lock, freed however the run ends.
 
     OSError: nothing can be written there. ValueError: not one checkpoint fits, or another run is writing there.
@@ -372,8 +376,9 @@ def hold(out_dir, model_config):
         pass
     for left_by_a_kill in ckpt.glob("*.tmp"):
         shutil.rmtree(left_by_a_kill, ignore_errors=True)
-    needed, free = 12 * model.parameter_count(model_config)["total"], shutil.disk_usage(ckpt).free
-    if free < needed:  # float32 weights and two moments
+    each = 4 + 2 * MOMENTS[moments].itemsize  # bytes: float32 weights and two moments
+    needed, free = each * model.parameter_count(model_config)["total"], shutil.disk_usage(ckpt).free
+    if free < needed:
         raise ValueError(f"{ckpt} has {free / 1e9:.3f} GB free, a checkpoint takes {needed / 1e9:.3f} GB: make room, or"
                          f" choose another --out_dir.")
     return lock
@@ -444,8 +449,7 @@ def training_state(net, optimizer):
     """What is saved, and filled in place by a load: weights, router bias, and AdamW's moments by parameter name."""
     for p in net.parameters():
         if not optimizer.state[p]:  # before the first step; AdamW starts from these zeros as well
-            moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+            optimizer.state[p] = zero_state(p, p.dtype)
     return {"model": net.state_dict(), "optimizer": {name: optimizer.state[p] for name, p in net.named_parameters()}}
 
 
@@ -485,7 +489,61 @@ def make_optimizer(net, config):
     """AdamW; weight decay on matrices alone, embedding, head and experts among them (as in nanoGPT)."""
     groups = [{"params": [p for p in net.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in net.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    if config.moments == "bf16":
+        return BF16AdamW(groups, config.lr, (0.9, 0.95))
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+def zero_state(p, dtype):
+    """AdamW's state of a parameter before its first step, with moments of this dtype."""
+    moments = {name: torch.zeros_like(p, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), device=p.device), **moments}
+
+
+class BF16AdamW(torch.optim.Optimizer):
+    """AdamW with BF16 moments and float32 weights, as DeepSeek-V3 (arXiv 2412.19437, §3.3.3); torch's own refuses that.
+
+    A portion at a time, moments become float32, torch's fused AdamW takes its step, and they are rounded to nearest
+    even. So all arithmetic is float32, and weights move by the new moments before they are rounded."""
+
+    def __init__(self, groups, lr, betas, eps=1e-8, weight_decay=0.01):
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            self.state.update({p: zero_state(p, torch.bfloat16) for p in group["params"]})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            options = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+            options |= dict(zip(("beta1", "beta2"), group["betas"]), amsgrad=False, maximize=False)
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                torch._foreach_add_([self.state[p]["step"] for p in params], 1)
+            for portion in self.portions(params):
+                self.advance(*map(list, zip(*portion)), options)
+
+    @staticmethod
+    def advance(weights, grads, first, second, steps, options):
+        kept = first + second
+        wide = [torch.empty_like(t, dtype=torch.float32) for t in kept]
+        torch._foreach_copy_(wide, kept)
+        torch._fused_adamw_(weights, grads, wide[: len(first)], wide[len(first) :], [], steps, **options)
+        torch._foreach_copy_(kept, wide)
+
+    def portions(self, params):
+        """Lists of (weight, gradient, both moments, step): PORTION elements at most, large tensors in flat pieces."""
+        portion, room = [], PORTION
+        for p in params:
+            state = self.state[p]
+            tensors = p, p.grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]
+            for piece in zip(*(t.view(-1).split(PORTION) for t in tensors)):
+                if piece[0].numel() > room:
+                    yield portion
+                    portion, room = [], PORTION
+                portion.append((*piece, state["step"]))
+                room -= piece[0].numel()
+        if portion:
+            yield portion
 
 
 def learning_rate(step, config):
@@ -793,7 +851,7 @@ def main(config):
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
     try:
         *checked, model_config, resume = together(check, config)
-        with together(hold, config.out_dir, model_config, here=rank() == 0) or contextlib.nullcontext():
+        with together(hold, config.out_dir, model_config, config.moments, here=rank() == 0) or contextlib.nullcontext():
             return train(start(config, *checked, model_config, resume), config)
     finally:
         if joins:
