@@ -268,7 +268,7 @@ def test_every_e8m0_byte():
 def test_exponent_spread(name):
     """Codes survive exactly up to a spread of 14; then the error is at most 2^-18 of the largest value."""
     data = torch.arange(16, dtype=torch.uint8).mul(17).repeat(1, 2)
-    for spread in range(21):
+    for spread in (0, 1, 7, 13, 14, 15, 16, 20):
         q = Fp4(data, torch.tensor([[140, 140 - spread]], dtype=torch.uint8))
         got = dequantize(Fp8(*check(name, q))).view(-1)
         error = (got - dequantize(q)[0]).abs().max().item()
@@ -623,41 +623,6 @@ def test_token_counts_do_not_recompile():  # CASE 9: nothing is tuned or compile
     assert not compiled
 
 
-@pytest.mark.skipif(CUDA, reason="there quant.py calls the kernels anyway")
-def test_a_model_through_the_kernels(monkeypatch):
-    """Loss and gradients of a whole model are the reference's, bit for bit, with every conversion made by its kernel."""
-    from dataclasses import replace
-
-    from model import PRESETS, Model
-    small = dict(n_layers=2, hidden=96, dense_width=96, n_heads=1, nope_dim=16, rope_dim=16, v_dim=16, q_lora=32, kv_lora=32,
-                 n_experts=4, expert_width=80, vocab_size=50)
-    torch.manual_seed(0)
-    net, ids = Model(replace(PRESETS["tiny"], **small)), torch.randint(0, 50, (2, 1, 37))
-    net.recipe = quant.Recipe("fp8", "fp4", "fp4", "fp4-fp8")
-
-    def gradients():
-        quant.new_epoch()
-        net.zero_grad()
-        net(*ids)[1].backward()
-        return [p.grad.clone() for p in net.parameters()]
-
-    want, called = gradients(), set()
-
-    def through(name):
-        def convert(*args):
-            called.add(name)
-            out = run(name, *(a.detach() if isinstance(a, torch.Tensor) else a for a in args))
-            pairs = [(Fp4 if data.dtype == torch.uint8 else Fp8)(data, scale) for data, scale in zip(out[::2], out[1::2])]
-            return pairs[0] if len(pairs) == 1 else tuple(pairs)
-        return convert
-
-    names = {*FROM_FLOAT, *FROM_FP8, *FROM_FP4}
-    for name in names:
-        monkeypatch.setattr(quant, name, through(name))
-    assert_same(gradients(), want)
-    assert called >= names - {"quantize_fp8_blocks", "fp8_to_fp4", "fp8_rows_to_cols"}
-
-
 @pytest.fixture
 def launched(monkeypatch):
     """Names of the kernels that would be launched, while "cuda" is the CPU."""
@@ -705,14 +670,13 @@ def test_bench_of_gemms(monkeypatch, launched):
 
 
 @pytest.mark.skipif(CUDA, reason="test_model.py has this for a GPU")
-@pytest.mark.parametrize("name", ("bf16", "mxfp4"))
-def test_a_training_step_all_through_the_kernels(name, monkeypatch):
-    """Norms, routing, fan-out, SwiGLU, sums and conversions in the interpreter, memory full of NaN: the reference's gradients,
-    but for rounding."""
+def test_a_training_step_all_through_the_kernels(monkeypatch):
+    """Routing, fan-out, SwiGLU, sums and conversions in the interpreter, unwritten memory full of NaN: the reference's
+    gradients, but for rounding. Norms, which would take most of the time, have tests of their own."""
     torch.manual_seed(0)
-    net = model.Model(replace(model.PRESETS["tiny"], n_layers=1, n_dense=0, n_experts=3, top_k=2, nope_dim=64, rope_dim=64,
-                              v_dim=64))
-    net.recipe, net.dtype = quant.RECIPES[name], torch.bfloat16
+    net = model.Model(replace(model.PRESETS["tiny"], n_layers=1, n_dense=0, n_experts=2, top_k=1, n_heads=1, nope_dim=64,
+                              rope_dim=64, v_dim=64))
+    net.recipe, net.dtype = quant.RECIPES["mxfp4"], torch.bfloat16
     tokens = torch.randint(0, 256, (1, 129))  # 128: the shared expert reads whole tiles of tokens
 
     def gradients():
@@ -724,6 +688,7 @@ def test_a_training_step_all_through_the_kernels(name, monkeypatch):
     want = gradients()
     monkeypatch.setattr(quant, "kernels", kernels, raising=False)
     monkeypatch.setattr(quant, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(quant, "_norm_fuses", lambda *_: False)
     quant.new_epoch()
     for key, value in gradients().items():
         assert (value - want[key]).norm() <= 0.03 * want[key].norm(), key
