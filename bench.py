@@ -288,22 +288,28 @@ def copy_speed():
     return 2 * size / median_us(lambda: target.copy_(source)) / 1e6
 
 
-def median_us(work, runs=25):
-    """Median time of a call on the GPU in us, the L2 cache flushed before each.
+def median_us(work):
+    """Median time of a call on the GPU in us, the L2 cache flushed before each."""
+    return take_turns([work], 25)[0]
+
+
+def take_turns(works, rounds):
+    """median_us of each call, one after the other in every round, so that all run equally hot.
 
     The GPU sleeps between flush and call for as long as the CPU needs to send the call, whose launches so follow one
     another without a gap."""
-    cycles = int(3000 * host_us(work, launches=3))  # at 2 GHz half as long again
-    flush, times = torch.empty(2**28, dtype=torch.uint8, device="cuda"), []
-    for _ in range(runs):
-        flush.zero_()
-        torch.cuda._sleep(cycles)
-        times.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-        times[-1][0].record()
-        work()
-        times[-1][1].record()
+    cycles = [int(3000 * host_us(work, launches=3)) for work in works]  # at 2 GHz half as long again
+    flush, times = torch.empty(2**28, dtype=torch.uint8, device="cuda"), [[] for _ in works]
+    for _ in range(rounds):
+        for work, sleep, events in zip(works, cycles, times):
+            flush.zero_()
+            torch.cuda._sleep(sleep)
+            events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+            events[-1][0].record()
+            work()
+            events[-1][1].record()
     torch.cuda.synchronize()
-    return 1e3 * statistics.median(start.elapsed_time(stop) for start, stop in times)
+    return [1e3 * statistics.median(start.elapsed_time(stop) for start, stop in events) for events in times]
 
 
 def host_us(work, launches=20):
@@ -506,25 +512,6 @@ def gemm(args, flags):
                     write(row | where)
 
 
-def take_turns(works, rounds=12):
-    """Median us on the GPU of each call, one after the other in every round, the L2 cache flushed before each.
-
-    As in median_us, the GPU sleeps first for as long as the CPU needs to send the call, if that is longer than the flush."""
-    cycles = [max(0, int(2000 * (1.5 * host_us(work, launches=2) - 60))) for work in works]
-    flush, times = torch.empty(2**28, dtype=torch.uint8, device="cuda"), [[] for _ in works]
-    for _ in range(rounds + 2):
-        for work, sleep, events in zip(works, cycles, times):
-            flush.zero_()
-            if sleep:
-                torch.cuda._sleep(sleep)
-            events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-            events[-1][0].record()
-            work()
-            events[-1][1].record()
-    torch.cuda.synchronize()
-    return [1e3 * statistics.median(start.elapsed_time(stop) for start, stop in events[2:]) for events in times]
-
-
 def group_sizes(E, M, groups):
     """Rows an expert, multiples of 128 with a sum near M: equal, or jittered 0.7 to 1.3 with one expert empty."""
     if groups == "balanced":
@@ -549,7 +536,7 @@ def gemm_rows(name, groups):
     roof = lambda: torch._scaled_mm(x[0], x[1].t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     def row(what, N, K, works):
-        us = take_turns([roof, *(work for work in works if work)])
+        us = take_turns([roof, *(work for work in works if work)], 14)
         roof_tflops, ours = 2 * 8192 * 7168 * 2048 / us[0] / 1e6, us[1]
         others = iter(us[2:])
         times = [round(next(others) / ours, 3) if work else None for work in works[1:]]

@@ -994,7 +994,8 @@ class _SwiGLU(torch.autograd.Function):
         read, kept = _replay(source, recipe)
         if h_kept is None:
             h_kept = _rebuilt(_SwiGLU.fc1(read, w13, groups, recipe, dtype), groups, recipe)
-        dy = dy if groups.dense else _received_gradient(dy, recipe)
+        if not groups.dense or getattr(dy, "wire", None) is not None:
+            dy = _received_gradient(dy, recipe)
         dy_rows, dy_cols = _fan_out_both(dy, groups, recipe.compute)
         da_M = _grouped_mm(dy_rows, _expert_operands(w2, recipe, dtype)[1], groups, dtype)
         del dy_rows

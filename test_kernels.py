@@ -656,7 +656,7 @@ def test_bench_calls_every_kernel(monkeypatch, launched):
 @pytest.mark.skipif(CUDA, reason="there `python bench.py kernels` runs")
 def test_bench_of_gemms(monkeypatch, launched):
     import bench
-    monkeypatch.setattr(bench, "take_turns", lambda works: [(work(), 100.0)[1] for work in works])
+    monkeypatch.setattr(bench, "take_turns", lambda works, _: [(work(), 100.0)[1] for work in works])
     monkeypatch.setattr(bench, "GEMM_SHAPES", {"v3": (3, 640, 256, 128)})
     monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: True)
     monkeypatch.setattr(F, "scaled_mm", lambda *_, **__: True)

@@ -975,6 +975,18 @@ def test_what_is_frozen_costs_no_gemm(recipe, monkeypatch):
             assert len(calls) == gemms - 1 and same(got, want[:frozen] + want[frozen + 1:])
 
 
+@pytest.mark.parametrize("name", ("fp8", "mxfp4"))
+def test_mlp_reads_a_gradient_that_came_over_the_wire(name):
+    """As experts do: those bits, not the carrier's NaN; its columns are rounded a second time."""
+    x, _, w13, w2, dy = expert_inputs(torch.zeros(150, 1).int(), num_experts=1)
+    y = quant.mlp(quant.quantize(x, RECIPES[name]), w13[0], w2[0])
+    assert quant.takes_wire(y)
+    sent = quant.quantize_fp8_rows(dy)
+    got = torch.autograd.grad(y, (x, w13, w2), quant.carrier(dy, sent), retain_graph=True)
+    want = torch.autograd.grad(y, (x, w13, w2), quant.dequantize(sent))
+    assert same(got[:2], want[:2]) and relative(got[2], want[2]) < 0.05
+
+
 def test_rms_norm_refuses_widths_that_mxfp4_cannot_hold():
     quant.rms_norm(gaussian(4, 48), torch.ones(48), 1e-6, RECIPES["fp8"])
     with pytest.raises(ValueError, match="rms_norm.*multiple of 32.*48"):
