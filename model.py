@@ -409,14 +409,15 @@ class DenseFFN(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts beside a shared one."""
+    """Routed experts beside a shared one. Of R ranks in the group `ep`, rank r holds experts r * E/R ... (r+1) * E/R - 1."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ep: dist.ProcessGroup | None = None):
         super().__init__()
-        c = config
+        c, self.ep = config, ep
+        local = c.n_experts // (ep.size() if ep is not None else 1)
         self.router = Router(c)
-        self.w13 = nn.Parameter(torch.empty(c.n_experts, 2 * c.expert_width, c.hidden))
-        self.w2 = nn.Parameter(torch.empty(c.n_experts, c.hidden, c.expert_width))
+        self.w13 = nn.Parameter(torch.empty(local, 2 * c.expert_width, c.hidden))
+        self.w2 = nn.Parameter(torch.empty(local, c.hidden, c.expert_width))
         self.shared = DenseFFN(c.hidden, c.n_shared * c.expert_width) if c.n_shared else None
 
     def forward(self, x: Activation, run: Pass) -> tuple[Tensor, Tensor | None]:
@@ -429,12 +430,12 @@ class MoE(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, dense: bool):
+    def __init__(self, config: ModelConfig, dense: bool, ep: dist.ProcessGroup | None = None):
         super().__init__()
         self.eps, self.dense = config.norm_eps, dense
         self.attn_norm, self.ffn_norm = nn.Parameter(torch.ones(config.hidden)), nn.Parameter(torch.ones(config.hidden))
         self.attn = MLA(config)
-        self.ffn = DenseFFN(config.hidden, config.dense_width) if dense else MoE(config)
+        self.ffn = DenseFFN(config.hidden, config.dense_width) if dense else MoE(config, ep)
 
     def forward(self, x: Tensor, run: Pass, cache: list | None = None) -> tuple[Tensor, Tensor | None]:
         """Residual stream x [T, H] -> the same, and the balance losses [B] or None."""
@@ -452,11 +453,11 @@ class MTP(nn.Module):
     The paper does not say whether h comes before or after the model's final norm. It comes after: published V3 weights
     are run so by vLLM, SGLang and transformers."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ep: dist.ProcessGroup | None = None):
         super().__init__()
         self.h_norm, self.next_norm, self.out_norm = (nn.Parameter(torch.ones(config.hidden)) for _ in range(3))
         self.proj = nn.Parameter(torch.empty(config.hidden, 2 * config.hidden))
-        self.layer = Layer(config, dense=False)
+        self.layer = Layer(config, False, ep)
 
     def forward(self, model: Model, h_TH: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Residual stream -> sum of cross entropies of the token after the next, and the layer's balance losses [B]."""
@@ -532,21 +533,43 @@ class Model(nn.Module):
     """The language model. Parameters are FP32 and nothing is quantised until `recipe` says so.
 
     recipe: a quant.Recipe; dtype: of activations, None for the parameters' own; recompute: a subset of RECOMPUTE_SCOPES.
-    All three may change between calls."""
+    All three may change between calls.
 
-    def __init__(self, config: ModelConfig):
+    ep: a group of R ranks over which each layer's experts are spread, E/R to a rank; all else is whole on each. Weights are
+    those of one process with the same random state. The ranks of a group call the model together, with the same sequence
+    length; each gives its own sequences and a loss divided by the whole step's num_tokens. Then every gradient is a sum, never
+    a mean: `expert_parameters` get theirs complete over ep, by the wire, and want the sum over the groups that hold the same
+    experts; all others want the sum over all ranks. ValueError unless R divides the number of experts."""
+
+    def __init__(self, config: ModelConfig, ep: dist.ProcessGroup | None = None):
         super().__init__()
+        ep = ep if ep is not None and ep.size() > 1 else None
+        if ep is not None and config.n_experts % ep.size():
+            raise ValueError(f"{config.n_experts} experts do not spread evenly over {ep.size()} expert-parallel ranks")
         self.config, self.recipe, self.dtype, self.recompute = config, RECIPES["bf16"], None, frozenset()
+        self.ep = ep
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden))
-        self.layers = nn.ModuleList(Layer(config, dense=i < config.n_dense) for i in range(config.n_layers))
+        self.layers = nn.ModuleList(Layer(config, i < config.n_dense, ep) for i in range(config.n_layers))
         self.norm = nn.Parameter(torch.ones(config.hidden))
         self.head = nn.Parameter(torch.empty(config.vocab_size, config.hidden))
-        self.mtp = MTP(config) if config.mtp else None
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=config.init_std)
-        quant.new_epoch()
+        self.mtp = MTP(config, ep) if config.mtp else None
+        self.init_weights()
         self.register_load_state_dict_post_hook(quant.new_epoch)
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Normal matrices. Of experts spread over ranks, one parameter at a time is drawn whole, and this rank's part kept."""
+        for parameter in self.parameters():
+            if parameter.dim() == 3 and self.ep is not None:
+                whole = parameter.new_empty(self.config.n_experts, *parameter.shape[1:])
+                parameter.copy_(nn.init.normal_(whole, std=self.config.init_std).chunk(self.ep.size())[self.ep.rank()])
+            elif parameter.dim() > 1:
+                nn.init.normal_(parameter, std=self.config.init_std)
+        quant.new_epoch()
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """w13 and w2 of every layer's routed experts: what differs between the ranks of `ep`."""
+        return [w for m in self.modules() if isinstance(m, MoE) for w in (m.w13, m.w2)]
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None, num_tokens: int | None = None):
         """-> (logits [B, S, Vo], None), or with targets (-100: ignored) (None, loss).
