@@ -496,7 +496,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets_T, norm):
         *tensors, ctx.eps = norm
         ctx.save_for_backward(weight, targets_T, *tensors)
-        return torch.stack([_summed_loss(quant.linear(x_CH, weight), targets_C)
+        read = quant.weight_operands(weight, "bf16", x.dtype)[0]
+        return torch.stack([_summed_loss(quant.linear(x_CH, read), targets_C)
                             for x_CH, targets_C in _chunks(len(weight), x, targets_T)]).sum()
 
     @staticmethod
@@ -509,7 +510,7 @@ class _CrossEntropy(torch.autograd.Function):
             dw, accumulate = quant.gradient_buffer(weight)
             dw = dw if accumulate else dw.zero_()
         for x_CH, targets_C, dx_CH in _chunks(len(weight), x, targets_T, dx):
-            logits = quant.linear(x_CH, weight).requires_grad_()
+            logits = quant.linear(x_CH, read).requires_grad_()
             with torch.enable_grad():
                 dlogits, = torch.autograd.grad(_summed_loss(logits, targets_C), logits, dloss)
             torch.mm(dlogits, read, out=dx_CH)
