@@ -11,12 +11,12 @@ of its two norms; the latents c_q, c_kv and the shared rope key; q, k, v; the at
 format `save` names; what experts received; and FC1's outputs. `recompute` gives some of these up for arithmetic.
 `kept_bytes` computes the whole table for any configuration.
 
-Experts live behind two functions, `dispatch` and `combine`: the seam where another number of ranks, or another transport,
-comes in. Here there is one rank, and tokens do not move, but they change format all the same, so that what experts read does
-not depend on the number of ranks.
+Experts live behind two functions, `dispatch` and `combine`: the seam where ranks, or another transport, come in. On one rank
+tokens do not move, but they change format all the same, so that what experts read does not depend on the number of ranks.
 
 Shape suffixes: B batch, S sequence, T = B*S tokens, H hidden, A attention heads, D head width (N without position, R rope,
-V value), L latent, E experts, K top-k, G expert groups, I expert width, Vo vocabulary.
+V value), L latent, E experts, K top-k, G expert groups, I expert width, Vo vocabulary,
+R expert-parallel ranks, N tokens received.
 """
 
 from __future__ import annotations
@@ -333,38 +333,62 @@ class Router(nn.Module):
 # -----------------------------------------------------------------------------
 # dispatch and combine: the seam for expert parallelism, or for another transport
 
-class Received(NamedTuple):
-    """Tokens as experts get them; all of this rank's own where there is one rank."""
+class Arrived(NamedTuple):
     x: Tensor                  # [N, H] in full, or a carrier of the gradient where payload has the bits
     ids: Tensor                # [N, K] int32 local expert of each choice, -1 where it lives elsewhere
     weights: Tensor            # [N, K] float32 gate weights
     payload: quant.Fp8 | quant.Fp4 | None
-    recipe: Recipe
+    num_pairs: int | None = None  # how many ids are not -1, where that is known without asking the GPU
 
 
-def dispatch(x: Activation, ids: Tensor, weights: Tensor) -> Received:
+class Received:
+    """Tokens as experts get them; all of this rank's own where there is one rank. Between ranks they are on their way until
+    `arrived` or one of its fields is first read: what needs no wire is best run before that."""
+
+    def __init__(self, recipe: Recipe, arrive: Callable[[], Arrived], route=None):
+        """route: whatever combine needs to know of the way that the tokens came."""
+        self.recipe, self.route, self._arrive = recipe, route, arrive
+
+    @functools.cached_property
+    def arrived(self) -> Arrived:
+        arrive, self._arrive = self._arrive, None  # and what it holds
+        return arrive()
+
+    x, ids, weights, payload, num_pairs = (
+        property(lambda self, name=name: getattr(self.arrived, name)) for name in Arrived._fields)
+
+
+def dispatch(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup | None = None,
+             num_experts: int | None = None) -> Received:
     """Send tokens x [T, H] to the ranks of their experts ids [T, K], in the wire's format; differentiable in x and weights.
 
-    ValueError if x was quantised without that format."""
+    group: of its R ranks each holds num_experts / R experts, in order. A token goes once to each rank that needs it, as one
+    message, and is fanned out there. All ranks call together. ValueError if x was quantised without the wire's format."""
     name = x.recipe.dispatch
-    if name == "bf16":
-        return Received(x.x, ids, weights, None, x.recipe)
     if x.format(name) is None:
         raise ValueError(f"the wire sends {name}, which this activation lacks: pass wire={name!r} to quantize or rms_norm")
-    return Received(_Dispatch.apply(x.x, x.recipe.combine), ids, weights, x.format(name), x.recipe)
+    if group is not None:
+        return _send(x, ids, weights, group, num_experts)
+    if name == "bf16":
+        return Received(x.recipe, lambda: Arrived(x.x, ids, weights, None))
+    token = _Dispatch.apply(x.x, x.recipe.combine)
+    return Received(x.recipe, lambda: Arrived(token, ids, weights, x.format(name)))
 
 
 def combine(y: Tensor, received: Received) -> Tensor:
-    """Bring the experts' sums y [N, H] back to their tokens [T, H]. Its backward sends dy in FP8 where dispatch was below BF16.
+    """Bring the experts' sums y [N, H] back to their tokens [T, H], where those of several ranks are summed in float32, rank by
+    rank. Its backward sends dy in FP8 where dispatch was below BF16.
 
     y straight from `quant.experts` must have no other reader: its gradient then stays in FP8 (see `quant.carrier`)."""
-    if received.recipe.wire == "bf16":
+    if received.recipe.wire == "bf16" and received.route is None:
         return y
     in_full = torch.is_anomaly_enabled() or not quant.takes_wire(y)  # anomaly detection would stumble over the carrier's NaN
-    return _Combine.apply(y, received.recipe.combine, in_full)
+    return _Combine.apply(y, received.recipe, received.route, in_full)
 
 
 class _Dispatch(torch.autograd.Function):
+    """Of one rank: nothing is sent, but formats change all the same."""
+
     @staticmethod
     def forward(ctx, x, combine_format):
         ctx.format = combine_format
@@ -378,19 +402,154 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, combine_format, in_full):
-        ctx.in_full = in_full
-        return _over_wire(y, combine_format)
+    def forward(ctx, y, recipe, route, in_full):
+        ctx.recipe, ctx.route, ctx.in_full = recipe, route, in_full
+        if route is None:
+            return _over_wire(y, recipe.combine)
+        rows = quant.quantize_fp8_rows(y) if recipe.combine == "fp8" else y
+        return _summed(quant.unpack(_Exchange(quant.pack(rows), route, home=True).wait(), recipe.combine, *_kind(y))[0], route, y.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        wire = quant.quantize_fp8_rows(dy)
-        return quant.dequantize(wire, dy.dtype) if ctx.in_full else quant.carrier(dy, wire), None, None
+        name, route = "bf16" if ctx.recipe.wire == "bf16" else "fp8", ctx.route
+        wire = quant.quantize_fp8_rows(dy) if name == "fp8" else dy
+        if route is not None:
+            rows = _take(quant.pack(wire), route.token_N)
+            wire, = quant.unpack(_Exchange(rows, route).wait(), name, *_kind(dy))
+        if isinstance(wire, Tensor):
+            return wire, None, None, None
+        like = dy.new_empty(()).expand(wire.data.shape)
+        return quant.dequantize(wire, dy.dtype) if ctx.in_full else quant.carrier(like, wire), None, None, None
 
 
 def _over_wire(x: Tensor, name: str) -> Tensor:
     return quant.dequantize(quant.quantize_fp8_rows(x), x.dtype) if name == "fp8" else x.view_as(x)
+
+
+# -----------------------------------------------------------------------------
+# the exchange between ranks: one message a token and rank, its places counted on the GPU, its sizes read by the host once a layer
+#
+# Rows are sent by rank, then in the tokens' order; they arrive in that order from rank 0, rank 1, ... and go home in it. Example:
+# two ranks of two experts, ids [[0, 1], [3, 0], [2, 2]] -> sent [2, 2], token_N [0, 1, 1, 2], row_TR [[0, -1], [1, 2], [-1, 3]].
+
+class Route(NamedTuple):
+    """The way of one layer's tokens, kept until they are back, in backward too."""
+    group: dist.ProcessGroup
+    token_N: Tensor      # int32 token of each row sent
+    row_TR: Tensor       # [T, R] int32 row that took a token to a rank, -1 where none did
+    sent: list[int]      # rows to each rank
+    received: list[int]  # rows from each rank
+
+
+class _Exchange:
+    """Rows uint8 [.., L] on their way to other ranks until `wait`: out as a route says, or back home."""
+
+    def __init__(self, rows: Tensor, route: Route, home: bool = False):
+        sent, received = (route.received, route.sent) if home else (route.sent, route.received)
+        self.rows, self.arriving = rows, rows.new_empty(sum(received), rows.shape[1])
+        self.work = dist.all_to_all_single(self.arriving, rows, received, sent, group=route.group, async_op=True)
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.arriving
+
+
+def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup, num_experts: int) -> Received:
+    name, local = x.recipe.dispatch, num_experts // group.size()
+    token_N, row_TR, counts_R2 = _plan(ids, local, group.size())
+    theirs_R2 = torch.empty_like(counts_R2)
+    counting = dist.all_to_all_single(theirs_R2, counts_R2, group=group, async_op=True)
+    # packed before their number is known, so that the GPU has work while the host waits for it
+    rows = _take(quant.pack(x.format(name), ids.int(), weights.detach()), token_N)
+    counting.wait()
+    (sent, _), (received, pairs) = (zip(*counts) for counts in torch.stack([counts_R2, theirs_R2]).tolist())  # the host's one read
+    route = Route(group, token_N[:sum(sent)].clone(), row_TR, list(sent), list(received))
+    way = []  # what is under way between _Send and _Arrive
+    token, gate = _Send.apply(x.x, weights, rows[:sum(sent)], route, x.recipe, way)
+    return Received(x.recipe, lambda: _arrive(token, gate, route, x.recipe, way, local, sum(pairs)), route)
+
+
+def _arrive(token: Tensor, gate: Tensor, route: Route, recipe: Recipe, way: list, local: int, num_pairs: int) -> Arrived:
+    x, weights, ids, *payload = _Arrive.apply(token, gate, route, recipe, way)
+    first = route.group.rank() * local
+    ids = torch.where((ids >= first) & (ids < first + local), ids - first, -1)
+    kind = {"bf16": lambda: None, "fp8": quant.Fp8, "fp4": quant.Fp4}[recipe.dispatch]
+    return Arrived(x, ids, weights, kind(*payload), num_pairs)
+
+
+def _plan(ids_TK: Tensor, local: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """-> token_N with room for all that could be sent, row_TR, and [R, 2] tokens and token-expert pairs for each rank."""
+    (T, K), device = ids_TK.shape, ids_TK.device
+    here_TKR = torch.div(ids_TK, local, rounding_mode="floor")[..., None] == torch.arange(ranks, device=device)
+    here_TR = here_TKR.any(1)
+    row_TR = (here_TR.t().flatten().cumsum(0) - 1).view(ranks, T).t()
+    room = T * min(ranks, K)
+    token_N = torch.zeros(room + 1, dtype=torch.int32, device=device)  # the last is for what is not sent
+    token_N.scatter_(0, row_TR.masked_fill(~here_TR, room).flatten(),
+                     torch.arange(T, dtype=torch.int32, device=device)[:, None].expand(T, ranks).flatten())
+    counts_R2 = torch.stack([here_TR.sum(0), here_TKR.sum((0, 1))], 1)
+    return token_N[:room], row_TR.masked_fill(~here_TR, -1).int().contiguous(), counts_R2
+
+
+class _Send(torch.autograd.Function):
+    """Messages leave in forward, and the gradients that _Arrive's backward sent off are waited for in backward. Autograd goes
+    backwards through what was called between the two, so that runs while they travel, in either direction."""
+
+    @staticmethod
+    def forward(ctx, x, weights, rows, route, recipe, way):
+        ctx.route, ctx.recipe, ctx.way, ctx.x, ctx.gate = route, recipe, way, _kind(x), (weights.dtype, weights.shape[1])
+        way.append(_Exchange(rows, route))
+        empty = lambda t: t.new_empty(()).expand(sum(route.received), t.shape[1])
+        return quant.carrier(empty(x)), quant.carrier(empty(weights))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *_):
+        dx, dweights = quant.unpack(ctx.way.pop().wait(), ctx.recipe.combine, *ctx.x, ctx.gate)
+        return _summed(dx, ctx.route, ctx.x[1]), quant.sum_rows(dweights, ctx.route.row_TR), None, None, None, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token, gate, route, recipe, way):
+        ctx.route, ctx.recipe, ctx.way = route, recipe, way
+        K = gate.shape[1]
+        q, ids, weights = quant.unpack(way.pop().wait(), recipe.dispatch, *_kind(token), (torch.int32, K), (gate.dtype, K))
+        x, *payload = [q] if isinstance(q, Tensor) else (quant.carrier(token), *q)
+        ids, *payload = (t.contiguous() for t in (ids, *payload))  # kept, and the message not
+        ctx.mark_non_differentiable(ids, *payload)
+        return x.contiguous() if not payload else x, weights.contiguous(), ids, *payload
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx, dweights, *_):
+        rows = quant.quantize_fp8_rows(dx) if ctx.recipe.combine == "fp8" else dx
+        ctx.way.append(_Exchange(quant.pack(rows, dweights), ctx.route, home=True))
+        return *(t.new_zeros(()).expand(t.shape) for t in (dx, dweights)), None, None, None
+
+
+def _kind(x: Tensor) -> tuple[int, torch.dtype]:
+    return x.shape[1], x.dtype
+
+
+def _take(rows: Tensor, token_N: Tensor) -> Tensor:
+    """Rows of bytes by index, eight at a time."""
+    return rows.view(torch.int64).index_select(0, token_N).view(torch.uint8)
+
+
+def _summed(rows: Tensor | quant.Fp8, route: Route, dtype: torch.dtype) -> Tensor:
+    """What came home, [T, H]: the sum of each token's rows in float32, in the order of ranks."""
+    return quant.sum_rows(rows if isinstance(rows, Tensor) else quant.dequantize(rows, dtype), route.row_TR)
+
+
+def message_bytes(config: ModelConfig, recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
+    """Bytes that a token costs on its way to one rank and back, by exchange; counts, 16 bytes a rank and layer, left out."""
+    ids, weights = (torch.int32, config.top_k), (torch.float32, config.top_k)
+    size = lambda name, *others: quant.message_bytes(name, config.hidden, dtype, *others)
+    return {"dispatch": size(recipe.dispatch, ids, weights), "combine": size(recipe.combine),
+            "combine, backward": size("bf16" if recipe.wire == "bf16" else "fp8"),
+            "dispatch, backward": size(recipe.combine, weights)}
 
 
 # -----------------------------------------------------------------------------
@@ -416,9 +575,10 @@ class Experts(nn.Module):
         self.w13 = nn.Parameter(torch.empty(local, 2 * config.expert_width, config.hidden))
         self.w2 = nn.Parameter(torch.empty(local, config.hidden, config.expert_width))
 
-    def forward(self, got: Received, run: Pass) -> Tensor:
-        """Tokens as dispatched -> the sum of what their experts here make of each."""
-        return quant.experts(got.x, got.ids, got.weights, self.w13, self.w2, run.recipe, got.payload, "moe" in run.recompute)
+    def forward(self, got: Arrived, run: Pass) -> Tensor:
+        """Tokens as they arrived -> the sum of what their experts here make of each."""
+        return quant.experts(got.x, got.ids, got.weights, self.w13, self.w2, run.recipe, got.payload, "moe" in run.recompute,
+                             got.num_pairs)
 
 
 class MoE(nn.Module):
@@ -434,9 +594,10 @@ class MoE(nn.Module):
     def forward(self, x: Activation, run: Pass) -> tuple[Tensor, Tensor | None]:
         """x [T, H], normed -> [T, H] and, in training, the balance losses [B]."""
         ids, weights, balance = self.router(x, run.batch)
-        got = dispatch(x, ids, weights)
-        y = combine(self.experts(got, run), got)
-        return y + self.shared(x, run) if self.shared is not None else y, balance
+        got = dispatch(x, ids, weights, self.ep, self.router.config.n_experts)
+        shared = self.shared(x, run) if self.shared is not None else None  # while tokens are on their way, in backward too
+        y = combine(self.experts(got.arrived, run), got)
+        return y + shared if shared is not None else y, balance
 
 
 class Layer(nn.Module):
@@ -731,10 +892,10 @@ _HF_DTYPES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # and byte
 
 
 def hf_tensors(model: Model, fused: bool = False) -> dict[str, Tensor]:
-    """Views of the model's tensors under a checkpoint's names: what loading fills and saving writes.
+    """Views of the model's tensors under a checkpoint's names: what loading fills and saving writes; of experts those held here.
 
     fused: a layer's experts in one tensor, as transformers 5 writes them with save_original_format=False."""
-    views = {}
+    views, first = {}, _held(model).start
     for ours, t in model.state_dict().items():
         ours = re.sub(r"^mtp\.(layer\.)?", f"layers.{model.config.n_layers}.", ours)
         layer, part = re.fullmatch(r"(layers\.\d+\.)?(.+)", ours).groups("")
@@ -743,11 +904,18 @@ def hf_tensors(model: Model, fused: bool = False) -> dict[str, Tensor]:
         if t.dim() == 3 and fused:
             views[name.removesuffix(".weight")] = t
             continue
-        weights = {name.replace("experts", f"experts.{e}"): w for e, w in enumerate(t)} if t.dim() == 3 else {name: t}
+        weights = {name.replace("experts", f"experts.{e}"): w for e, w in enumerate(t, first)} if t.dim() == 3 else {name: t}
         for name, weight in weights.items():
             names = [name.replace("gate_up", half) for half in ("gate", "up")] if "gate_up" in name else [name]
             views |= zip(names, weight.chunk(len(names)))
     return views
+
+
+def _held(model: Model) -> range:
+    """The experts of each layer that this rank holds."""
+    local = model.config.n_experts // (model.ep.size() if model.ep is not None else 1)
+    first = local * (model.ep.rank() if model.ep is not None else 0)
+    return range(first, first + local)
 
 
 def _turned(name: str, t: Tensor) -> Tensor:
@@ -899,7 +1067,8 @@ def load_hf(folder) -> Model:
 
 @torch.no_grad()
 def fill_from_hf(model: Model, folder):
-    """Copy a checkpoint's tensors into the model, wherever that is, one by one; MTP's if the model has it.
+    """Copy a checkpoint's tensors into the model, wherever that is, one by one; MTP's if the model has it, and of experts those
+    that this rank holds.
 
     Errors as `load_hf`'s, and ValueError if sizes or routes differ. Some tensors may have been copied by then."""
     folder, mtp = Path(folder), f"model.layers.{model.config.n_layers}."
@@ -911,6 +1080,8 @@ def fill_from_hf(model: Model, folder):
         index = {name: file for name, file in index.items() if not name.startswith(mtp)}
     slots = hf_tensors(model, any(name.endswith("mlp.experts.gate_up_proj") for name in index))
     known = {*slots, *(mtp + name for name in _HF_COPIES if model.mtp is not None)}
+    held, some = _held(model), f".mlp.experts.{_held(model).start}."
+    known |= {name.replace(some, f".mlp.experts.{e}.") for name in slots if some in name for e in range(model.config.n_experts)}
     unknown = {name for name in index if name.removesuffix("_scale_inv") not in known}
     for what, names in ("lacks", slots.keys() - index), ("has unexpected", unknown):
         if names:
@@ -919,15 +1090,20 @@ def fill_from_hf(model: Model, folder):
     for file, names in itertools.groupby(sorted(slots, key=index.get), index.get):
         with _opened(file) as opened:
             for name in names:
-                slots[name].copy_(_turned(name, _read_hf(name, slots[name].shape, opened, index)))
+                shape = slots[name].shape
+                whole = (model.config.n_experts, *shape[1:]) if len(shape) == 3 else shape
+                slots[name].copy_(_turned(name, _read_hf(name, whole, held, opened, index)))
     quant.new_epoch()
 
 
-def _read_hf(name: str, shape: torch.Size, opened, index: dict[str, Path]) -> Tensor:
-    """One tensor as it lies there, or for FP8 the numbers it stands for: its scale may be in another file."""
-    t, where, scale_file = opened.get_tensor(name), f"{index[name]}: {name}", index.get(f"{name}_scale_inv")
-    if t.shape != shape:
-        raise ValueError(f"{where} has the shape {list(t.shape)}; by config.json it is {list(shape)}")
+def _read_hf(name: str, shape: torch.Size, held: range, opened, index: dict[str, Path]) -> Tensor:
+    """One tensor as it lies there, the held experts' part of one that has all; or for FP8 the numbers it stands for: its scale
+    may be in another file."""
+    t = opened.get_slice(name)
+    have, t = t.get_shape(), t[held.start:held.stop] if len(shape) == 3 else opened.get_tensor(name)
+    where, scale_file = f"{index[name]}: {name}", index.get(f"{name}_scale_inv")
+    if have != list(shape):
+        raise ValueError(f"{where} has the shape {have}; by config.json it is {list(shape)}")
     if t.dtype in _HF_DTYPES and scale_file is None:
         return t
     if t.dtype != torch.float8_e4m3fn or t.dim() != 2 or scale_file is None:
@@ -947,8 +1123,11 @@ def save_hf(model: Model, folder, dtype: torch.dtype = torch.bfloat16, eos: int 
     """Write a checkpoint for transformers: weights in dtype, but the router's in float32; eos: the id that ends a text.
 
     It is written as <folder>.tmp and renamed; no more than shard_bytes are held beside the model. ValueError for a
-    folder that is not empty, another dtype, a model that transformers does not compute; OSError: cannot be written."""
+    folder that is not empty, another dtype, a model that transformers does not compute or that holds a part of its experts;
+    OSError: cannot be written."""
     folder, safetensors = Path(folder).resolve(), _safetensors()
+    if model.ep is not None:
+        raise ValueError(f"this model holds {len(_held(model))} of {model.config.n_experts} experts: save one that has all")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is no empty folder: name another")
     if dtype not in _HF_DTYPES:

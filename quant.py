@@ -449,6 +449,51 @@ def narrow(q: Tensor | Fp8 | Fp4, name: str) -> Tensor | Fp8 | Fp4:
 
 
 # -----------------------------------------------------------------------------
+# messages: what a wire carries of a token, one row of bytes
+
+ALIGN = 16  # bytes: where each part of a message begins
+
+
+def _parts(name: str, width: int, dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
+    """(dtype, width) of the tensors that a row in format name is sent as; of an FP8 scale that is its exponent byte."""
+    return {"bf16": [(dtype, width)], "fp8": [(torch.float8_e4m3fn, width), (torch.uint8, -(-width // TILE))],
+            "fp4": [(torch.uint8, width // 2), (torch.uint8, width // BLOCK)]}[name]
+
+
+def message_bytes(name: str, width: int, dtype: torch.dtype = torch.bfloat16, *others: tuple[torch.dtype, int]) -> int:
+    """Bytes of `pack`'s row for width elements in format name, and others."""
+    return sum(-(-columns * kind.itemsize // ALIGN) * ALIGN for kind, columns in (*_parts(name, width, dtype), *others))
+
+
+def pack(q: Tensor | Fp8 | Fp4, *others: Tensor) -> Tensor:
+    """Rows q [T, K] and others [T, ..] side by side: uint8 [T, L], which every backend sends; FP8 types not all do."""
+    if isinstance(q, Fp8):
+        q = q.data, (q.scale.view(torch.int32) >> 23).to(torch.uint8)  # the biased exponent, 255 for NaN
+    parts = []
+    for t in (*([q] if isinstance(q, Tensor) else q), *others):
+        parts.append(t.contiguous().view(torch.uint8))
+        if short := -parts[-1].shape[1] % ALIGN:
+            parts.append(parts[-1].new_zeros(1, short).expand(len(t), short))
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+
+def unpack(message: Tensor, name: str, width: int, dtype: torch.dtype, *others: tuple[torch.dtype, int]):
+    """What pack took, (q, *others), from its rows: views but for FP8's scales. others: (dtype, width) of each."""
+    parts, start = [], 0
+    for kind, columns in (*_parts(name, width, dtype), *others):
+        size = columns * kind.itemsize
+        parts.append(message[:, start:start + size].view(kind))
+        start += -(-size // ALIGN) * ALIGN
+    if name == "bf16":
+        return parts
+    if name == "fp4":
+        return Fp4(*parts[:2]), *parts[2:]
+    byte = parts[1].t().contiguous().t()  # scales of rows lie with stride 1 along rows, as GEMMs load them
+    scale = (byte.int() << 23).view(torch.float32).masked_fill(byte == 255, math.nan)
+    return Fp8(parts[0], scale), *parts[2:]
+
+
+# -----------------------------------------------------------------------------
 # weights: quantised once an optimizer step, reused by every micro-batch
 
 _epoch = 0
@@ -881,13 +926,15 @@ def _fan_out_both(dy: Tensor | Fp8, groups: Groups, compute: str):
 
 
 def _sum_rows(y_MH: Tensor, groups: Groups) -> Tensor:
-    """[T, H]: each token's rows summed in float32 (or wider), slot by slot, so that every run adds in the same order."""
-    if groups.dense:
-        return y_MH
+    return y_MH if groups.dense else sum_rows(y_MH, groups.row_TK)
+
+
+def sum_rows(y_MH: Tensor, row_TK: Tensor) -> Tensor:
+    """[T, H]: each token's rows (-1: none) summed in float32 (or wider), slot by slot, so that every run adds in the same order."""
     if _on_gpu(y_MH) and y_MH.dtype in (torch.bfloat16, torch.float32):
-        return kernels.sum_rows(y_MH, groups.row_TK)
-    total = y_MH.new_zeros(len(groups.row_TK), y_MH.shape[1], dtype=torch.promote_types(y_MH.dtype, torch.float32))
-    for row_T in groups.row_TK.t():
+        return kernels.sum_rows(y_MH, row_TK)
+    total = y_MH.new_zeros(len(row_TK), y_MH.shape[1], dtype=torch.promote_types(y_MH.dtype, torch.float32))
+    for row_T in row_TK.t():
         total += _gather(y_MH, row_T)
     return total.to(y_MH.dtype)
 

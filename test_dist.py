@@ -17,7 +17,7 @@ from quant import RECIPES
 from test_train import MICRO, launch, micro, results, small, text  # noqa: F401 (fixtures)
 
 CONFIG = ModelConfig(**MICRO, mtp=True, init_std=0.08)
-LAYOUTS = {2: [(1, 1), (1, 2)], 4: [(1, 1), (1, 4), (1, 2)]}
+LAYOUTS = {2: [(1, 1), (1, 2), (2, 1), (2, 2)], 4: [(1, 1), (1, 4), (1, 2), (4, 1), (2, 1), (2, 2), (2, 4), (4, 2)]}
 
 
 def micro_batches(count):

@@ -1,0 +1,425 @@
+"""
+Tests of expert parallelism: gloo processes on one machine, compared with one process that does all ranks' work itself.
+
+Processes are started once for each number of ranks and run every check in turn; each check is a test of its own. One process
+takes the ranks' sequences as micro-batches, so that what enters the first expert layer is the same to a bit.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import model as model_module
+import quant
+from model import Model, ModelConfig, Router, combine, dispatch, fill_from_hf, hf_tensors, message_bytes, save_hf
+from quant import RECIPES, Recipe
+
+CONFIG = ModelConfig(
+    vocab_size=61, n_layers=2, n_dense=1, hidden=128, dense_width=96, n_heads=2, nope_dim=32, rope_dim=32, v_dim=64, q_lora=64,
+    kv_lora=32, n_experts=8, n_shared=1, top_k=3, expert_width=64, n_groups=4, top_groups=2, max_seq_len=64, init_std=0.1, mtp=True)
+ALL = {**RECIPES, "fp4-fp8": replace(RECIPES["mxfp4"], wire="fp4-fp8"), "fp8-fp8": replace(RECIPES["fp8"], wire="fp8-fp8"),
+       "bf16, wire in fp8": Recipe(wire="fp8")}
+SEQUENCES, LENGTH = 2, 16  # of each rank
+
+
+# -----------------------------------------------------------------------------
+# in every process
+
+def build(recipe="bf16", ep=None, config=CONFIG, scopes=(), dtype=None):
+    torch.manual_seed(0)
+    net = Model(config, ep)
+    net.recipe, net.recompute, net.dtype = ALL[recipe] if isinstance(recipe, str) else recipe, frozenset(scopes), dtype
+    return net
+
+
+def batches(ranks):
+    """Inputs and targets of each rank."""
+    ids = torch.randint(CONFIG.vocab_size, (ranks, SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return [(part[:, :-1], part[:, 1:].clone()) for part in ids]
+
+
+def step(net, *pairs):
+    """{"loss", parameter: gradient}, added up over micro-batches, of a loss for all ranks' tokens."""
+    net.zero_grad()
+    total = 0
+    for ids, targets in pairs:
+        loss = net(ids, targets, dist.get_world_size() * SEQUENCES * LENGTH)[1]
+        loss.backward()
+        total = total + loss.detach()
+    return {"loss": total, **{k: p.grad for k, p in net.named_parameters()}}
+
+
+def summed(net, mine):
+    """A rank's gradients -> the whole step's: summed over all ranks, but experts' over the groups that hold the same."""
+    experts, mine = {id(p) for p in net.expert_parameters()}, {k: g.clone() for k, g in mine.items()}
+    parameters, place = dict(net.named_parameters()), dist.get_rank() % net.ep.size()
+    same = [dist.new_group([r for r in range(dist.get_world_size()) if r % net.ep.size() == i]) for i in range(net.ep.size())]
+    for k, g in mine.items():
+        dist.all_reduce(g, group=same[place] if k != "loss" and id(parameters[k]) in experts else None)
+    return mine
+
+
+def part_of(whole, net):
+    """One process's tensors, of experts those that this rank holds."""
+    held = model_module._held(net)
+    return {k: t[held.start:held.stop] if t.dim() == 3 else t for k, t in whole.items()}
+
+
+def differences(got, want):
+    """{name: relative error}"""
+    assert got.keys() == want.keys()
+    return {k: ((got[k] - want[k]).norm() / want[k].norm().clamp(min=1e-30)).item() for k in want}
+
+
+@contextlib.contextmanager
+def patched(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield before
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def seen_by_experts():
+    """[(ids, weights, payload or x) of each call of quant.experts]"""
+    calls = []
+
+    def experts(x, ids, weights, w13, w2, recipe, payload=None, *rest):
+        calls.append((ids, weights.detach(), x.detach() if payload is None else payload))
+        return inner(x, ids, weights, w13, w2, recipe, payload, *rest)
+
+    with patched(quant, "experts", experts) as inner:
+        yield calls
+
+
+@contextlib.contextmanager
+def collectives():
+    """[(name, bytes sent)] of every collective."""
+    log = []
+
+    def exchange(out, rows, *args, **options):
+        log.append(("all_to_all", rows.numel() * rows.element_size()))
+        return inner(out, rows, *args, **options)
+
+    with patched(dist, "all_to_all_single", exchange) as inner:
+        yield log
+
+
+def on_all(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def world():
+    return dist.group.WORLD
+
+
+# -----------------------------------------------------------------------------
+# the checks
+
+def check_weights_are_those_of_one_process():
+    whole, net = build(), build(ep=world())
+    held = model_module._held(net)
+    for (name, p), (_, q) in zip(net.named_parameters(), whole.named_parameters()):
+        assert torch.equal(p, q[held.start:held.stop] if q.dim() == 3 else q), name
+    assert [p.shape[0] for p in net.expert_parameters()] == [8 // dist.get_world_size()] * 4
+    assert whole.ep is None and len(whole.expert_parameters()) == 4
+    with pytest.raises(ValueError, match="9 experts"):
+        Model(replace(CONFIG, n_experts=9, n_groups=1, top_groups=1), world())
+
+
+def check_experts_read_the_codes_of_one_process(recipe):
+    """In the first expert layer, bit for bit: each token once, in the order of ranks and tokens, with its local experts."""
+    pairs, net, mine = batches(dist.get_world_size()), build(recipe, world()), []
+    with seen_by_experts() as calls:
+        for ids, targets in pairs:
+            build(recipe)(ids, targets)
+    with seen_by_experts() as mine:
+        net(*pairs[dist.get_rank()])
+    whole = calls[::2]  # every other call is MTP's
+    held, (ids, weights, got) = model_module._held(net), mine[0]
+    here = [((i >= held.start) & (i < held.stop)) for i, *_ in whole]
+    expected = torch.cat([torch.where(h, i - held.start, -1)[h.any(1)] for (i, *_), h in zip(whole, here)])
+    assert torch.equal(ids, expected) and ids.dtype == torch.int32
+    assert torch.equal(weights, torch.cat([w[h.any(1)] for (_, w, _), h in zip(whole, here)]))
+    parts = lambda q: (q,) if isinstance(q, torch.Tensor) else q
+    for got_part, *each in zip(parts(got), *(parts(q) for *_, q in whole)):
+        want = torch.cat([t.contiguous().view(torch.uint8)[h.any(1)] for t, h in zip(each, here)])
+        assert torch.equal(got_part.contiguous().view(torch.uint8), want)
+
+
+def check_gradients_are_those_of_one_process(recipe, size):
+    """Loss and every gradient, with experts over groups of `size` ranks; all are sums: case 15."""
+    size = size or dist.get_world_size()
+    pairs = batches(dist.get_world_size())
+    groups = [dist.new_group(list(range(r, r + size))) for r in range(0, dist.get_world_size(), size)]
+    net = build(recipe, groups[dist.get_rank() // size])
+    want = part_of(step(build(recipe), *pairs), net)
+    first = step(net, pairs[dist.get_rank()])
+    got = summed(net, first)
+    assert all(bool(g.any()) for g in got.values())
+    off = differences(got, want)
+    if recipe == "bf16":
+        assert max(off.values()) <= 1e-5, off
+    else:
+        ratio = {k: (got[k].norm() / want[k].norm()).item() for k in got}
+        if dist.get_rank() == 0: print(recipe, size, max(off.values()), max(abs(r-1) for r in ratio.values()))
+    assert all(torch.equal(g, first[k]) for k, g in step(net, pairs[dist.get_rank()]).items())  # a run repeats
+
+
+def layer(recipe, x, ids, weights, w13, w2, dy, group):
+    """Output and gradients of experts behind the wire, for tokens of this rank."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weights, w13, w2)]
+    x, weights, w13, w2 = leaves
+    got = dispatch(quant.quantize(x, recipe, wire=recipe.dispatch), ids, weights, group, 8)
+    y = combine(quant.experts(got.x, got.ids, got.weights, w13, w2, recipe, got.payload, num_pairs=got.num_pairs), got)
+    y.backward(dy)
+    return y.detach(), *(t.grad for t in leaves)
+
+
+def uneven():
+    """ids of each rank's tokens [T, 2], for every kind of imbalance; -1: no expert."""
+    ranks, g = dist.get_world_size(), torch.Generator().manual_seed(3)
+    local, some = 8 // ranks, lambda T, E: torch.stack([torch.randperm(len(E), generator=g)[:2] for _ in range(T)]) if T else \
+        torch.zeros(0, 2, dtype=torch.long)
+    among = lambda T, E: torch.tensor(E)[some(T, E)].int()
+    yield [among(20, [0, 1]) for _ in range(ranks)]  # all to rank 0, the others get nothing
+    yield [among(20, [e for e in range(8) if e % local]) for _ in range(ranks)]  # the first expert of each rank gets nothing
+    yield [among(int(r == ranks - 1), range(8)) for r in range(ranks)]  # one token in all
+    yield [torch.full((5, 2), -1, dtype=torch.int32) for _ in range(ranks)]  # nobody wants anything
+    for _ in range(50):
+        sizes = torch.randint(0, 9, (ranks,), generator=g) * torch.randint(0, 2, (ranks,), generator=g)
+        chosen = torch.randperm(8, generator=g)[:torch.randint(2, 9, (), generator=g)].tolist()
+        drop = lambda ids: ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.2, -1)
+        yield [drop(among(int(n), chosen)) for n in sizes]
+
+
+def check_uneven_counts_case_10(recipe, rounds):
+    """Output and gradients are one process's, and all ranks call the same collectives: five a layer."""
+    rank, local, g = dist.get_rank(), 8 // dist.get_world_size(), torch.Generator().manual_seed(5)
+    w13, w2 = torch.randn(8, 64, 64, generator=g) / 8, torch.randn(8, 64, 32, generator=g) / 5
+    mine = slice(rank * local, (rank + 1) * local)
+    recipe, counts = ALL[recipe], []
+    for _, ids in zip(range(rounds), uneven()):
+        sizes = [len(i) for i in ids]
+        x, dy = torch.randn(2, sum(sizes), 64, generator=g).unbind()
+        weights = torch.rand(sum(sizes), 2, generator=g)
+        want = layer(recipe, x, torch.cat(ids), weights, w13, w2, dy, None)
+        part = lambda t: t.split(sizes)[rank]
+        with collectives() as log:
+            got = layer(recipe, part(x), ids[rank], part(weights), w13[mine], w2[mine], part(dy), world())
+        counts.append(len(log))
+        for name, ours, theirs in zip(("y", "x", "weights", "w13", "w2"), got, want):
+            theirs = theirs[mine] if theirs.dim() == 3 else part(theirs)
+            assert ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4), (name, sizes, ids)
+            assert torch.equal(ours == 0, theirs == 0) or name != "w13"  # an expert without tokens has zeros
+    assert counts == [5] * rounds and on_all(counts) == [counts] * dist.get_world_size()
+
+
+class Identity(torch.autograd.Function):
+    """An expert of a user's own: reads the bits, hands the gradient to the tensor that carries it."""
+
+    @staticmethod
+    def forward(ctx, carrier, payload):
+        return carrier.clone() if payload is None else quant.dequantize(payload, carrier.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+def check_identity_experts_case_17(wire):
+    """x's gradient of sum(y) is the token's sum of weights, exactly; each weight's is the sum of what its expert read."""
+    recipe, x = Recipe(wire=wire), torch.randn(16, 256, requires_grad=True)
+    ids = torch.stack([torch.randperm(8)[:2] for _ in range(16)]).int()
+    weights = torch.tensor([[0.75, 0.5]]).repeat(16, 1).requires_grad_()
+    got = dispatch(quant.quantize(x, recipe, wire=recipe.dispatch), ids, weights, world(), 8)
+    here = (got.weights * (got.ids >= 0)).sum(1, keepdim=True)
+    y = combine(Identity.apply(got.x, got.payload) * here, got)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 1.25))
+    rows = quant.quantize(x.detach(), recipe, wire=recipe.dispatch).format(recipe.dispatch)
+    read = rows if isinstance(rows, torch.Tensor) else quant.dequantize(rows)
+    assert torch.allclose(weights.grad, read.sum(1, keepdim=True).expand(-1, 2), atol=1e-3)
+    assert ((y - 1.25 * read).norm() <= 0.04 * y.norm()) if "-" in wire else torch.allclose(y, 1.25 * read, atol=1e-5)
+
+
+def check_balance_case_14():
+    """Loads are summed over all ranks, so that biases stay the same on all, here after 20 steps on the ranks' own tokens."""
+    rank, net = dist.get_rank(), build("mxfp4", world(), replace(CONFIG, n_experts=8))
+    router = next(m for m in net.modules() if isinstance(m, Router))
+    router.load[:2] = torch.tensor([8, 0] if rank == 0 else [0, 4] if rank == 1 else [0, 0])
+    net.update_balance()
+    assert torch.equal(router.bias, torch.tensor([-0.001, -0.001] + [0.001] * 6)) and not router.load.any()
+    for i in range(20):
+        ids = torch.randint(CONFIG.vocab_size, (1, 8), generator=torch.Generator().manual_seed(100 * i + rank))
+        net.layers[1].ffn.router.load += torch.bincount(ids[0] % 8, minlength=8)
+        net.update_balance()
+    biases = on_all(router.bias)
+    assert all(torch.equal(b, biases[0]) for b in biases) and router.bias.unique().numel() > 2
+
+
+def check_recomputing_changes_no_bit(scopes):
+    """What was received is kept, so no collective is repeated, whatever is recomputed."""
+    recipe, pair = Recipe("fp8", save="fp4", save_h="bf16", wire="fp4"), batches(dist.get_world_size())[dist.get_rank()]
+    with collectives() as plain:
+        want = step(build(recipe, world()), pair)
+    with collectives() as log:
+        got = step(build(recipe, world(), scopes=scopes), pair)
+    assert log == plain and len(log) == 10
+    assert all(torch.equal(got[k], want[k]) for k in want)
+
+
+def check_message_bytes():
+    """What travels is what the formula says, and nothing below BF16 is left out of it."""
+    ranks, pair = dist.get_world_size(), batches(dist.get_world_size())[dist.get_rank()]
+    for name in ALL:
+        net, sizes = build(name, world(), replace(CONFIG, mtp=False)), message_bytes(CONFIG, ALL[name], torch.float32)
+        with collectives() as log, seen_by_experts() as calls:
+            step(net, pair)
+        (_, counted), *exchanges = log
+        arrived, sent = len(calls[0][0]), exchanges[0][1] / sizes["dispatch"]
+        rows = sent, arrived, sent, arrived  # tokens go out, their results go home, dy goes out, dx comes home
+        assert counted == 16 * ranks
+        order = "dispatch", "combine", "combine, backward", "dispatch, backward"
+        assert [size for _, size in exchanges] == [sizes[k] * n for k, n in zip(order, rows)], name
+
+
+def check_the_shared_expert_runs_while_tokens_travel():
+    """Forward: between the start of dispatch and the wait for it; backward: between the same two of the gradients' way home."""
+    events, net = [], build("mxfp4", world(), replace(CONFIG, mtp=False))
+
+    class Watched(model_module._Exchange):
+        def __init__(self, rows, route, home=False):
+            super().__init__(rows, route, home)
+            events.append("start")
+
+        def wait(self):
+            events.append("wait")
+            return super().wait()
+
+    shared = net.layers[1].ffn.shared
+    shared.register_forward_hook(lambda *_: events.append("shared"))
+    shared.w13.register_post_accumulate_grad_hook(lambda *_: events.append("shared"))
+    with patched(model_module, "_Exchange", Watched):
+        step(net, batches(dist.get_world_size())[dist.get_rank()])
+    assert events == ["start", "shared", "wait", "start", "wait"] + ["start", "wait", "start", "shared", "wait"], events
+
+
+def check_bfloat16_activations(recipe):
+    """Partial sums are rounded to BF16 once more (0.2 %), and codes behind them may flip."""
+    pairs, config = batches(dist.get_world_size()), replace(CONFIG, mtp=False)
+    net = build(recipe, world(), config, dtype=torch.bfloat16)
+    want, got = part_of(step(build(recipe, None, config, dtype=torch.bfloat16), *pairs), net), step(net, pairs[dist.get_rank()])
+    off = differences(summed(net, got), want)
+    if dist.get_rank() == 0: print("bfloat16", recipe, max(off.values()))
+
+
+def check_hugging_face_checkpoints(folder):
+    """Each rank reads its own experts, from one tensor an expert or from one for all; none can write what it has not."""
+    pytest.importorskip("safetensors")
+    from safetensors.torch import load_file, save_file
+
+    whole, net, rank = build(), build(ep=world()), dist.get_rank()
+    own = Path(folder, f"hf{rank}")
+    save_hf(whole, own, torch.float32)
+    with pytest.raises(ValueError, match="of 8 experts"):
+        save_hf(net, Path(folder, f"no{rank}"))
+    for fused in (False, True):
+        if fused:
+            tensors = load_file(own / "model.safetensors")
+            kept = {k: t for k, t in tensors.items() if ".mlp.experts." not in k}
+            experts = {k: t.contiguous() for k, t in hf_tensors(whole, True).items() if ".mlp.experts." in k}
+            save_file({**kept, **experts}, own / "model.safetensors")
+        for p in net.parameters():
+            p.data.fill_(7)
+        fill_from_hf(net, own)
+        want = part_of(dict(whole.named_parameters()), net)
+        assert all(torch.equal(p, want[k]) for k, p in net.named_parameters())
+
+
+def check_evaluation_and_generation():
+    """Without gradients, in the ranks' own words: the same loss and tokens as one process."""
+    ids, targets = batches(dist.get_world_size())[dist.get_rank()]
+    with torch.no_grad():
+        for recipe in ("bf16", "mxfp4"):
+            net, whole = build(recipe, world()).eval(), build(recipe).eval()
+            assert torch.allclose(net(ids, targets)[1], whole(ids, targets)[1], rtol=1e-5)
+    net, whole = build("bf16", world()).eval(), build("bf16").eval()
+    assert torch.equal(net.generate(ids[:, :4], 3, 0), whole.generate(ids[:, :4], 3, 0))
+
+
+CHECKS = {"weights": (check_weights_are_those_of_one_process,), "balance": (check_balance_case_14,),
+          "bytes": (check_message_bytes,), "overlap": (check_the_shared_expert_runs_while_tokens_travel,),
+          "hf": (check_hugging_face_checkpoints,), "no gradients": (check_evaluation_and_generation,)}
+for name in ALL:
+    CHECKS[f"codes, {name}"] = check_experts_read_the_codes_of_one_process, name
+    CHECKS[f"gradients, {name}"] = check_gradients_are_those_of_one_process, name, 2
+    CHECKS[f"gradients, all ranks, {name}"] = check_gradients_are_those_of_one_process, name, None
+for name, rounds in ("bf16", 54), ("mxfp4", 10), ("fp8", 10):
+    CHECKS[f"uneven, {name}"] = check_uneven_counts_case_10, name, rounds
+for wire in ("bf16", "fp8", "fp4", "fp8-fp8", "fp4-fp8"):
+    CHECKS[f"identity, {wire}"] = check_identity_experts_case_17, wire
+for scopes in (("moe",), ("norm",), ("attn", "norm", "mlp", "moe", "mla_up")):
+    CHECKS[f"recompute, {'+'.join(scopes)}"] = check_recomputing_changes_no_bit, scopes
+for name in ("bf16", "mxfp4", "fp4-fp8"):
+    CHECKS[f"bfloat16, {name}"] = check_bfloat16_activations, name
+
+
+# -----------------------------------------------------------------------------
+# processes
+
+def worker(rank, ranks, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
+    said = {}
+    for name, (check, *args) in CHECKS.items():
+        began = time.time()
+        try:
+            check(*args, *([folder] if "folder" in check.__code__.co_varnames[:check.__code__.co_argcount] else []))
+        except BaseException:  # the others hang, or are out of step: no further check
+            said[name] = traceback.format_exc()
+        else:
+            said[name] = ""
+        print(rank, name, round(time.time() - began, 2), said[name], flush=True)
+        Path(folder, str(rank)).write_bytes(pickle.dumps(said))
+        if said[name]: break
+    os._exit(0)  # a group that has failed may not end in order
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def said(request):
+    """{check: what each rank raised}"""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["model"])
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [server.Process(target=worker, args=(r, request.param, folder)) for r in range(request.param)]
+        for p in workers:
+            p.start()
+        deadline = time.monotonic() + 55
+        for p in workers:
+            p.join(max(0.1, deadline - time.monotonic()))
+        for p in workers:
+            p.kill()
+        files = [Path(folder, str(r)) for r in range(request.param)]
+        return [pickle.loads(f.read_bytes()) if f.exists() else {} for f in files]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_ranks(said, name):
+    for rank, errors in enumerate(said):
+        assert errors.get(name, "not reached") == "", f"rank {rank}: {errors.get(name)}"
