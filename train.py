@@ -738,12 +738,9 @@ def add_up_gradients(net, layout):
 
 def square_sum(net, layout):
     """This rank's share of the squared gradient norm, whose sum over ranks is the whole: what n ranks hold counts 1/n."""
-    shares = []
-    for kind in (False, True):
-        norms = torch._foreach_norm([local(p.grad) for name, p in net.named_parameters() if is_expert(name) == kind])
-        copies = (layout.experts if kind else layout.dense).size(0) if layout else 1
-        shares += [torch.stack(norms).double().square().sum() / copies] if norms else []
-    return sum(shares)
+    names, grads = zip(*((name, local(p.grad)) for name, p in net.named_parameters()))
+    copies = torch.tensor([layout.mesh(name).size(0) if layout else 1 for name in names], device=grads[0].device)
+    return (torch.stack(torch._foreach_norm(grads)).double().square() / copies).sum()
 
 
 @torch.no_grad()
