@@ -574,9 +574,11 @@ class Experts(nn.Module):
         super().__init__()
         self.w13 = nn.Parameter(torch.empty(local, 2 * config.expert_width, config.hidden))
         self.w2 = nn.Parameter(torch.empty(local, config.hidden, config.expert_width))
+        self.received = 0  # tokens that came last
 
     def forward(self, got: Arrived, run: Pass) -> Tensor:
         """Tokens as they arrived -> the sum of what their experts here make of each."""
+        self.received = len(got.ids)
         return quant.experts(got.x, got.ids, got.weights, self.w13, self.w2, run.recipe, got.payload, "moe" in run.recompute,
                              got.num_pairs)
 

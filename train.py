@@ -23,12 +23,21 @@ What makes a resume exact
 There is little state. The learning rate is a pure function of the step; the data order is one number (data.py); random
 draws are seeded by (seed, step, rank), so no generator's state has to be saved. The rest is weights, moments and three
 counters. On a CPU a run that was cut goes on bit for bit. A checkpoint is a folder <out_dir>/ckpt/<step>, written under
-another name and renamed when all ranks are done: what carries that name is complete, whenever a process was killed. Any
-number of ranks can read it. Its metadata, torch.distributed.checkpoint's, is a pickle: load only your own.
+another name while training goes on, and renamed when all ranks are done: what carries that name is complete, whenever a
+process was killed. Any number of ranks, in any layout, can read it. Its metadata, torch.distributed.checkpoint's, is a pickle: load only your own.
+
+Many ranks
+----------
+Each rank reads its own sequences. With --ep, a layer's experts are spread over ranks and tokens go to them (model.py);
+with --fsdp, FSDP2 shards weights, gradients and moments, and gathers a layer's weights while it computes. What is
+not sharded is a plain tensor whose gradients one all-reduce adds up, over all ranks or those with the same experts.
+Sums stay sums in every layout, and the norm counts each element once, however many ranks hold it. `Layout` says who
+holds what; checkpoints do not depend on it. Ranks decide alike, on numbers that all have; where one fails alone it says
+so first and leaves, which breaks the others' connections.
 
 Exit codes: 0, after SIGTERM and Ctrl-C too (the step is finished and saved, and the last line says so; torchrun itself
-then ends with 1); 2 with one line on stderr for bad settings, files or hardware, and after max_bad_steps; 130 for a
-Ctrl-C before the first step.
+then ends with 1); 2 with one line on stderr for bad settings, files, hardware or too little memory, and after
+max_bad_steps; 1 with a traceback for what nobody foresaw; 130 for a Ctrl-C before the first step.
 
 Shapes: B sequences of a micro-batch, S tokens of a sequence.
 """
@@ -456,8 +465,7 @@ def check_layout(ep, fsdp, c):
     if world_size() % wide:
         raise ValueError(f"{flags} needs a multiple of {wide} ranks, not {world_size()}: start them by torchrun"
                          f" --nproc_per_node, or change these flags.")
-    if c.n_experts % ep:
-        raise ValueError(f"--ep={ep} does not divide the model's {c.n_experts} experts.")
+    model.tokens_received(c, ep)  # ValueError: experts do not spread so
     parts = max(fsdp // ep, 1)
     if c.n_experts // ep % parts and (2 * c.expert_width % parts or c.hidden % parts):
         raise ValueError(f"{flags}: neither a rank's {c.n_experts // ep} experts nor their widths {2 * c.expert_width}"
@@ -495,6 +503,58 @@ def shard(net, layout):
             layer.set_modules_to_forward_prefetch([experts])  # gathered while attention computes
     wrap(net, mesh(layout.dense), ignored_params=apart)
     register_fsdp_forward_method(net, "generate")
+
+
+def planned_memory(net, layout, config):
+    """Bytes a rank's memory holds in a step, by what; left out is what a layer holds for the moment it computes.
+
+    `gathered`: of what FSDP2 shards, the outermost parameters and their gradients whole, and of the largest layer two
+    sets of weights (one is being gathered) and of gradients (one is being reduced)."""
+    element = torch.empty((), dtype=net.dtype).element_size()
+    here = sum(local(p).numel() for p in net.parameters())
+    read = [p for name, p in net.named_parameters() if p.dim() > 1 and name != "embed" and ".router." not in name]
+    copied = net.recipe.compute == "fp8" or element < 4  # FP8 and its transpose, or BF16
+    layers = [m for m in net.modules() if isinstance(m, model.Layer)]
+    sharded = lambda m: sum(p.numel() for p in m.parameters() if isinstance(p, DTensor))
+    sizes = [sharded(layer) for layer in layers]
+    kept = [sum(model.kept_bytes(net.config, net.recipe, net.recompute, config.ep, layer.dense, element).values())
+            for layer in layers]
+    return {"weights": 4 * here, "gradients": 4 * here, "moments": 2 * MOMENTS[config.moments].itemsize * here,
+            "copies to multiply": sum(2 * p.numel() for p in read if not isinstance(p, DTensor)) * copied,
+            "gathered": 8 * (sharded(net) - sum(sizes)) + 16 * max(sizes),
+            "kept activations": config.batch_size * config.seq_len * sum(kept)}
+
+
+def layout_line(net, layout, config):
+    """What the run's start says of its layout and memory."""
+    copies = [world_size() // config.fsdp, world_size() // max(config.ep, config.fsdp)]
+    plan = planned_memory(net, layout, config)
+    listed = ", ".join(f"{what} {size / 2**30:.3g}" for what, size in plan.items() if size)
+    return (f"layout: dense parameters {copies[0]} copies x {config.fsdp} parts, experts {copies[1]} copies x"
+            f" {max(config.fsdp // config.ep, 1)} parts x {config.ep} ranks; a rank plans for"
+            f" {sum(plan.values()) / 2**30:.3g} GiB: {listed}")
+
+
+@contextlib.contextmanager
+def explained_memory(config, net=None):
+    """Where memory runs out, one MemoryError that says how much was asked for, for how many tokens, and what helps."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU
+        asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        if not asked:
+            raise
+        tokens = config.batch_size * config.seq_len
+        most = max((m.received for m in net.modules() if isinstance(m, model.Experts)), default=0) if net else 0
+        missing = [scope for scope in model.RECOMPUTE_SCOPES if scope not in config.recompute]
+        helps = {f"--batch_size={config.batch_size // 2}": config.batch_size > 1,
+                 f"--recompute={','.join(model.RECOMPUTE_SCOPES)}": missing,
+                 "--save_h=fp4": (config.save_h or RECIPES[config.precision].save_h) != "fp4",
+                 "--moments=bf16": config.moments != "bf16",
+                 f"--fsdp={world_size()}": config.fsdp < world_size(), "more ranks": config.fsdp == world_size()}
+        raise MemoryError(f"Out of memory on rank {rank()}: {asked[1]} more were asked for, with {tokens} tokens a"
+                          f" micro-batch and up to {most} received by a layer's experts. What helps:"
+                          f" {', '.join(flag for flag, open in helps.items() if open)}.") from None
 
 
 # ---- checkpoints ----
@@ -632,9 +692,14 @@ def load_checkpoint(path, state):
 
 
 def make_optimizer(net, config):
-    """AdamW; weight decay on matrices alone, embedding, head and experts among them (as in nanoGPT)."""
-    groups = [{"params": [p for p in net.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
-              {"params": [p for p in net.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    """AdamW; weight decay on matrices alone, embedding, head and experts among them (as in nanoGPT).
+
+    Experts are a group of their own: they may lie on other ranks, and a fused step takes tensors that lie alike."""
+    decayed, kept = {False: [], True: []}, []
+    for name, p in net.named_parameters():
+        (decayed[is_expert(name)] if p.ndim >= 2 else kept).append(p)
+    groups = [{"params": params, "weight_decay": config.weight_decay} for params in decayed.values() if params]
+    groups += [{"params": kept, "weight_decay": 0.0}] if kept else []
     if config.moments == "bf16":
         return BF16AdamW(groups, config.lr, (0.9, 0.95))
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
@@ -720,7 +785,8 @@ def gradients(net, micro_batches, device, layout=None):
         loss_sum += loss.detach()
     add_up_gradients(net, layout)
     square = square_sum(net, layout)
-    loss, square = total(torch.stack([loss_sum, square])).tolist()  # the same bits on all ranks; waits for the GPU
+    # the same bits on all ranks; waits for the GPU. A square that float32 cannot hold is infinite
+    loss, square = total(torch.stack([loss_sum, square])).float().tolist()
     return loss, math.sqrt(square), num_tokens
 
 
@@ -737,10 +803,12 @@ def add_up_gradients(net, layout):
 
 
 def square_sum(net, layout):
-    """This rank's share of the squared gradient norm, whose sum over ranks is the whole: what n ranks hold counts 1/n."""
+    """This rank's share of the squared gradient norm, whose sum over ranks is the whole: what n ranks hold counts 1/n.
+
+    In float64, so that it hardly depends on how gradients are cut."""
     names, grads = zip(*((name, local(p.grad)) for name, p in net.named_parameters()))
     copies = torch.tensor([layout.mesh(name).size(0) if layout else 1 for name in names], device=grads[0].device)
-    return (torch.stack(torch._foreach_norm(grads)).double().square() / copies).sum()
+    return (torch.stack(torch._foreach_norm(grads, 2, torch.float64)).square() / copies).sum()
 
 
 @torch.no_grad()
@@ -965,11 +1033,12 @@ def train(run, config):
     known = f"is of {peak / 1e12:.0f} TFLOP/s dense BF16 each" if peak < math.inf else "reads 0: the peak is unknown"
     say(f"{size['total'] / 1e6:.2f} M parameters, {size['active'] / 1e6:.2f} M active; {run.net.recipe};"
         f" {world_size()} x {run.device.type}, {run.net.dtype}; MFU {known}")
+    say(layout_line(run.net, run.layout, config))
     together(begin_log, log, run, here=rank() == 0)
     every = {"eval": config.eval_every, "save": config.save_every, "log": config.log_every}
     seconds = 0.1 if sys.stderr.isatty() else 10  # between redraws
     bar = tqdm(total=config.steps, initial=counts["step"], disable=rank() != 0, mininterval=seconds)
-    with bar, catch_signals() as signals, Saver(ckpt) as saver:
+    with bar, catch_signals() as signals, Saver(ckpt) as saver, explained_memory(config, run.net):
         while counts["step"] < config.steps and not stopped:
             began = time.perf_counter()
             row, tokens = train_step(run, config)
@@ -1026,7 +1095,9 @@ def main(config):
     with joined_ranks(config):
         *checked, model_config, resume = together(check, config)
         with together(hold, config.out_dir, model_config, config.moments, here=rank() == 0) or contextlib.nullcontext():
-            return train(start(config, *checked, model_config, resume), config)
+            with explained_memory(config):
+                run = start(config, *checked, model_config, resume)
+            return train(run, config)
 
 
 @contextlib.contextmanager
