@@ -582,7 +582,7 @@ def _grouped_mm(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, dtype: torch.d
         kernels.grouped_gemm(*a, *b, groups.expert, y)
         return y
     a, b = _values(a, b)
-    if a.dtype == torch.bfloat16 and a.is_cuda:
+    if a.dtype == torch.bfloat16 and a.is_cuda and len(a):
         return F.grouped_mm(a, b.mT, offs=groups.offsets[1:]).to(dtype)
     y = a.new_zeros((len(a), b.shape[1]), dtype=dtype)  # rows behind the last expert's, too
     for e, (s, t) in enumerate(itertools.pairwise(groups.offsets.tolist())):
