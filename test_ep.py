@@ -195,7 +195,7 @@ def layer(recipe, x, ids, weights, w13, w2, dy, group):
     """Output and gradients of experts behind the wire, for tokens of this rank."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, weights, w13, w2)]
     x, weights, w13, w2 = leaves
-    got = dispatch(quant.quantize(x, recipe, wire=recipe.dispatch), ids, weights, group, 8)
+    got = dispatch(quant.quantize(x, recipe, wire=recipe.dispatch), ids, weights, group, group and len(w13) * group.size())
     y = combine(quant.experts(got.x, got.ids, got.weights, w13, w2, recipe, got.payload, num_pairs=got.num_pairs), got)
     y.backward(dy)
     return y.detach(), *(t.grad for t in leaves)
@@ -351,9 +351,9 @@ def check_an_idle_rank_through_the_kernels(recipe):
     import kernels
 
     rank, g = dist.get_rank(), torch.Generator().manual_seed(5)
-    x, dy = torch.randn(2, 20, 256, generator=g).bfloat16()
-    w13, w2, weights = (torch.randn(s, generator=g) / 16 for s in ((4, 256, 256), (4, 256, 128), (20, 2)))
-    ids = torch.tensor([[0, 1], [2, 0]]).repeat(10, 1).int()
+    x, dy = torch.randn(2, 20, 128, generator=g).bfloat16()
+    w13, w2, weights = (torch.randn(s, generator=g) / 16 for s in ((1, 256, 128), (1, 128, 128), (20, 2)))
+    ids = torch.tensor([[0, -1], [-1, 0]]).repeat(10, 1).int()
     call = lambda: layer(ALL[recipe], x, ids, weights.abs(), w13, w2, dy, world())
     want = call()
     quant.kernels = kernels
@@ -403,6 +403,20 @@ def check_evaluation_and_generation():
     assert torch.equal(net.generate(ids[:, :4], 3, 0), whole.generate(ids[:, :4], 3, 0))
 
 
+def check_the_bench():
+    """bench.py comm's rows: the exchanges of each wire, with the bytes of the messages."""
+    import bench
+
+    with patched(bench, "timed", functools.partial(bench.timed, rounds=1)):
+        rows = [row for sent in ("once", "pairs") for row in bench.comm_rows("tiny", sent)]
+    assert len(rows) == 40 and all(set(row) <= set(bench.COMM_COLUMNS) and row["ms"] > 0 for row in rows)
+    tokens, config = bench.COMM_SHAPES["tiny"]
+    size = message_bytes(config, bench.WIRES["fp4"])["dispatch"]
+    assert tokens <= rows[10]["rows"] < rows[30]["rows"] == tokens * config.top_k
+    assert (rows[10]["wire"], rows[10]["exchange"]) == ("fp4", "dispatch")
+    assert rows[10]["mb"] == round(rows[10]["rows"] * size / 1e6, 3)
+
+
 def checks(ranks):
     """{name: (check, arguments)}; on four ranks what two cannot show."""
     four = ranks == 4
@@ -424,7 +438,7 @@ def checks(ranks):
         table[f"recompute, {' '.join(scopes)}"] = check_recomputing_changes_no_bit, scopes
     return table | {"combine in fp8": (check_combine_in_fp8,), "bytes": (check_message_bytes,),
                     "overlap": (check_the_shared_expert_runs_while_tokens_travel,),
-                    "Hugging Face": (check_hugging_face_checkpoints,)}
+                    "Hugging Face": (check_hugging_face_checkpoints,), "bench": (check_the_bench,)}
 
 
 # -----------------------------------------------------------------------------
