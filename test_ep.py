@@ -403,6 +403,44 @@ def check_evaluation_and_generation():
     assert torch.equal(net.generate(ids[:, :4], 3, 0), whole.generate(ids[:, :4], 3, 0))
 
 
+class Buffer:
+    """DeepEP's interface, as much of it as README.md's example calls, on gloo. A handle here is a route."""
+
+    def get_dispatch_layout(self, ids, num_experts):
+        assert ids.dtype == torch.int64
+        token_N, row_TR, counts = model_module._plan(ids, num_experts // dist.get_world_size(), dist.get_world_size())
+        dist.all_to_all_single(theirs := torch.empty_like(counts), counts)
+        route = model_module.Route(world(), token_N[:counts[:, 0].sum()], row_TR, counts[:, 0].tolist(), theirs[:, 0].tolist())
+        return "ranks", None, num_experts // dist.get_world_size(), route, None
+
+    def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None,
+                 is_token_in_rank=None, num_tokens_per_expert=None):
+        route, local = handle or is_token_in_rank, num_tokens_per_expert
+        assert all(t.is_contiguous() for t in x) and x[0].element_size() == 1 and x[1].dtype in (torch.int32, torch.float32)
+        out = lambda t: model_module._Exchange(t.view(torch.uint8)[route.token_N], route).wait().view(t.dtype)
+        if handle is not None:
+            return tuple(map(out, x)), None, None, None, None, None
+        ids = out(topk_idx) - dist.get_rank() * local
+        return tuple(map(out, x)), ids.masked_fill((ids < 0) | (ids >= local), -1), out(topk_weights), [], route, None
+
+    def combine(self, x, handle, topk_weights=None):
+        home = lambda t: quant.sum_rows(
+            model_module._Exchange(t.contiguous().view(torch.uint8), handle, home=True).wait().view(t.dtype), handle.row_TR)
+        return home(x), None if topk_weights is None else home(topk_weights), None
+
+
+def check_the_readme_example():
+    """Another transport, DeepEP's interface: the same bits."""
+    readme = Path(model_module.__file__).with_name("README.md").read_text()
+    code = next(block for block in readme.split("```python\n")[1:] if "buffer.dispatch" in block).partition("```")[0]
+    pair = batches(dist.get_world_size())[dist.get_rank()]
+    want = step(build("mxfp4", world()), pair)
+    with patched(model_module, "dispatch", None), patched(model_module, "combine", None):
+        exec(code, dict(torch=torch, quant=quant, model=model_module, buffer=Buffer()))
+        got = step(build("mxfp4", world()), pair)
+    assert all(torch.equal(got[k], want[k]) for k in want)
+
+
 def check_the_bench():
     """bench.py comm's rows: the exchanges of each wire, with the bytes of the messages."""
     import bench
@@ -438,7 +476,8 @@ def checks(ranks):
         table[f"recompute, {' '.join(scopes)}"] = check_recomputing_changes_no_bit, scopes
     return table | {"combine in fp8": (check_combine_in_fp8,), "bytes": (check_message_bytes,),
                     "overlap": (check_the_shared_expert_runs_while_tokens_travel,),
-                    "Hugging Face": (check_hugging_face_checkpoints,), "bench": (check_the_bench,)}
+                    "Hugging Face": (check_hugging_face_checkpoints,), "bench": (check_the_bench,),
+                    "README's transport": (check_the_readme_example,)}
 
 
 # -----------------------------------------------------------------------------
