@@ -709,7 +709,8 @@ def exchanges_of(T, config, recipe, pairs):
     def combine():
         y = torch.zeros(len(state.got.ids), config.hidden, device=device, dtype=dtype, requires_grad=True)
         y = ToExperts.apply(y, state.groups, recipe)
-        state.out = model._Combine.apply(y, recipe, state.got.route, False)
+        route, way = state.got.route, []
+        state.out = model._Home.apply(model._Leave.apply(y, route, recipe, way, False), route, recipe, way)
 
     def dispatch_backward():
         torch.autograd.backward([state.got.x, state.got.weights], [state.dx, state.dweights])

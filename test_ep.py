@@ -196,7 +196,8 @@ def layer(recipe, x, ids, weights, w13, w2, dy, group):
     leaves = [t.detach().clone().requires_grad_() for t in (x, weights, w13, w2)]
     x, weights, w13, w2 = leaves
     got = dispatch(quant.quantize(x, recipe, wire=recipe.dispatch), ids, weights, group, group and len(w13) * group.size())
-    y = combine(quant.experts(got.x, got.ids, got.weights, w13, w2, recipe, got.payload, num_pairs=got.num_pairs), got)
+    y = combine(quant.experts(got.x, got.ids, got.weights, w13, w2, recipe, got.payload, num_pairs=got.num_pairs,
+                              depart=got.depart), got)
     y.backward(dy)
     return y.detach(), *(t.grad for t in leaves)
 
@@ -309,25 +310,48 @@ def check_message_bytes():
         assert [size for _, size in exchanges] == [sizes[k] * n for k, n in zip(order, rows)], name
 
 
-def check_the_shared_expert_runs_while_tokens_travel():
-    """Forward: between the start of dispatch and the wait for it; backward: between the same two of the gradients' way home."""
+def check_what_runs_while_messages_travel():
+    """The shared expert while sums go home, its backward while dy goes out; FC1's Wgrad while dx goes home."""
     events, net = [], build("mxfp4", world(), replace(CONFIG, mtp=False))
+    shared = net.layers[1].ffn.shared
+    shared.register_forward_hook(lambda *_: events.append("shared"))
+    shared.w13.register_post_accumulate_grad_hook(lambda *_: events.append("shared"))
 
     class Watched(model_module._Exchange):
-        def __init__(self, rows, route, home=False):
-            super().__init__(rows, route, home)
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
             events.append("start")
 
         def wait(self):
             events.append("wait")
             return super().wait()
 
-    shared = net.layers[1].ffn.shared
-    shared.register_forward_hook(lambda *_: events.append("shared"))
-    shared.w13.register_post_accumulate_grad_hook(lambda *_: events.append("shared"))
-    with patched(model_module, "_Exchange", Watched):
+    def grouped_wgrad(a, b, groups, weight):
+        events.extend(["Wgrad"] * (weight.dim() == 3))
+        return inner(a, b, groups, weight)
+
+    with patched(model_module, "_Exchange", Watched), patched(quant, "_grouped_wgrad", grouped_wgrad) as inner:
         step(net, batches(dist.get_world_size())[dist.get_rank()])
-    assert events == ["start", "shared", "wait", "start", "wait"] + ["start", "wait", "start", "shared", "wait"], events
+    assert events == ["start", "wait", "start", "shared", "wait",
+                      "start", "shared", "wait", "Wgrad", "start", "Wgrad", "wait"], events
+
+
+def check_another_reader_is_noticed():
+    """Gradients that have departed lack what another reader of x adds: an error, no wrong number."""
+    x, ids, weights = torch.randn(16, 64, requires_grad=True), torch.arange(32).view(16, 2).int() % 8, torch.rand(16, 2)
+    w13, w2 = torch.randn(8 // dist.get_world_size(), 64, 64), torch.randn(8 // dist.get_world_size(), 64, 32)
+    for depart in (True, False):
+        got = dispatch(quant.quantize(x, RECIPES["bf16"]), ids, weights, world(), 8)
+        y = quant.experts(got.x, got.ids, got.weights, w13, w2, num_pairs=got.num_pairs, depart=got.depart if depart else None)
+        loss = combine(y, got).sum() + (got.x * 2).sum()
+        with pytest.raises(RuntimeError, match="departed") if depart else contextlib.nullcontext():
+            loss.backward()
+    x0, x1 = x.grad.clone(), x.detach().requires_grad_()
+    held = [ids // len(w13) == r for r in range(dist.get_world_size())]
+    whole = on_all((w13, w2))
+    y = quant.experts(x1, ids, weights, *(torch.cat(t) for t in zip(*whole)))
+    (y.sum() + sum(2 * (x1 * h.any(1, keepdim=True)).sum() for h in held)).backward()
+    assert torch.allclose(x0, x1.grad, rtol=1e-4, atol=1e-3)
 
 
 def check_combine_in_fp8():
@@ -475,7 +499,7 @@ def checks(ranks):
     for scopes in ("moe",), ("norm",), RECOMPUTE_SCOPES:
         table[f"recompute, {' '.join(scopes)}"] = check_recomputing_changes_no_bit, scopes
     return table | {"combine in fp8": (check_combine_in_fp8,), "bytes": (check_message_bytes,),
-                    "overlap": (check_the_shared_expert_runs_while_tokens_travel,),
+                    "overlap": (check_what_runs_while_messages_travel,), "another reader": (check_another_reader_is_noticed,),
                     "Hugging Face": (check_hugging_face_checkpoints,), "bench": (check_the_bench,),
                     "README's transport": (check_the_readme_example,)}
 
