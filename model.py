@@ -30,7 +30,7 @@ import re
 import shutil
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -333,29 +333,16 @@ class Router(nn.Module):
 # -----------------------------------------------------------------------------
 # dispatch and combine: the seam for expert parallelism, or for another transport
 
-class Arrived(NamedTuple):
+class Received(NamedTuple):
+    """Tokens as experts get them; all of this rank's own where there is one rank."""
     x: Tensor                  # [N, H] in full, or a carrier of the gradient where payload has the bits
     ids: Tensor                # [N, K] int32 local expert of each choice, -1 where it lives elsewhere
     weights: Tensor            # [N, K] float32 gate weights
     payload: quant.Fp8 | quant.Fp4 | None
+    recipe: Recipe
     num_pairs: int | None = None  # how many ids are not -1, where that is known without asking the GPU
-
-
-class Received:
-    """Tokens as experts get them; all of this rank's own where there is one rank. Between ranks they are on their way until
-    `arrived` or one of its fields is first read: what needs no wire is best run before that."""
-
-    def __init__(self, recipe: Recipe, arrive: Callable[[], Arrived], route=None):
-        """route: whatever combine needs to know of the way that the tokens came."""
-        self.recipe, self.route, self._arrive = recipe, route, arrive
-
-    @functools.cached_property
-    def arrived(self) -> Arrived:
-        arrive, self._arrive = self._arrive, None  # and what it holds
-        return arrive()
-
-    x, ids, weights, payload, num_pairs = (
-        property(lambda self, name=name: getattr(self.arrived, name)) for name in Arrived._fields)
+    depart: Callable[[Tensor, Tensor], None] | None = None  # sends off the gradients of x and weights: see quant.experts
+    route: Any = None             # what combine needs to know of the way that the tokens came
 
 
 def dispatch(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup | None = None,
@@ -370,20 +357,26 @@ def dispatch(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGro
     if group is not None:
         return _send(x, ids, weights, group, num_experts)
     if name == "bf16":
-        return Received(x.recipe, lambda: Arrived(x.x, ids, weights, None))
-    token = _Dispatch.apply(x.x, x.recipe.combine)
-    return Received(x.recipe, lambda: Arrived(token, ids, weights, x.format(name)))
+        return Received(x.x, ids, weights, None, x.recipe)
+    return Received(_Dispatch.apply(x.x, x.recipe.combine), ids, weights, x.format(name), x.recipe)
 
 
-def combine(y: Tensor, received: Received) -> Tensor:
+def combine(y: Tensor, received: Received, beside: Callable[[], Tensor] | None = None) -> Tensor:
     """Bring the experts' sums y [N, H] back to their tokens [T, H], where those of several ranks are summed in float32, rank by
     rank. Its backward sends dy in FP8 where dispatch was below BF16.
 
-    y straight from `quant.experts` must have no other reader: its gradient then stays in FP8 (see `quant.carrier`)."""
-    if received.recipe.wire == "bf16" and received.route is None:
-        return y
+    beside: computes, while they travel, what is then added; its backward runs while dy travels. y straight from `quant.experts`
+    must have no other reader: its gradient then stays in FP8 (see `quant.carrier`)."""
+    recipe, route, way = received.recipe, received.route, []
     in_full = torch.is_anomaly_enabled() or not quant.takes_wire(y)  # anomaly detection would stumble over the carrier's NaN
-    return _Combine.apply(y, received.recipe, received.route, in_full)
+    if route is not None:
+        y = _Leave.apply(y, route, recipe, way, in_full)
+    elif recipe.wire != "bf16":
+        y = _Combine.apply(y, recipe.combine, in_full)
+    more = beside() if beside is not None else None
+    if route is not None:
+        y = _Home.apply(y, route, recipe, way)
+    return y if more is None else y + more
 
 
 class _Dispatch(torch.autograd.Function):
@@ -401,26 +394,18 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
+    """Of one rank."""
+
     @staticmethod
-    def forward(ctx, y, recipe, route, in_full):
-        ctx.recipe, ctx.route, ctx.in_full = recipe, route, in_full
-        if route is None:
-            return _over_wire(y, recipe.combine)
-        rows = quant.quantize_fp8_rows(y) if recipe.combine == "fp8" else y
-        return _summed(quant.unpack(_Exchange(quant.pack(rows), route, home=True).wait(), recipe.combine, *_kind(y))[0], route, y.dtype)
+    def forward(ctx, y, combine_format, in_full):
+        ctx.in_full = in_full
+        return _over_wire(y, combine_format)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        name, route = "bf16" if ctx.recipe.wire == "bf16" else "fp8", ctx.route
-        wire = quant.quantize_fp8_rows(dy) if name == "fp8" else dy
-        if route is not None:
-            rows = _take(quant.pack(wire), route.token_N)
-            wire, = quant.unpack(_Exchange(rows, route).wait(), name, *_kind(dy))
-        if isinstance(wire, Tensor):
-            return wire, None, None, None
-        like = dy.new_empty(()).expand(wire.data.shape)
-        return quant.dequantize(wire, dy.dtype) if ctx.in_full else quant.carrier(like, wire), None, None, None
+        wire = quant.quantize_fp8_rows(dy)
+        return quant.dequantize(wire, dy.dtype) if ctx.in_full else quant.carrier(dy, wire), None, None
 
 
 def _over_wire(x: Tensor, name: str) -> Tensor:
@@ -456,26 +441,27 @@ class _Exchange:
 
 
 def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup, num_experts: int) -> Received:
-    name, local = x.recipe.dispatch, num_experts // group.size()
+    recipe, local = x.recipe, num_experts // group.size()
     token_N, row_TR, counts_R2 = _plan(ids, local, group.size())
     theirs_R2 = torch.empty_like(counts_R2)
     counting = dist.all_to_all_single(theirs_R2, counts_R2, group=group, async_op=True)
     # packed before their number is known, so that the GPU has work while the host waits for it
-    rows = _take(quant.pack(x.format(name), ids.int(), weights.detach()), token_N)
+    rows = _take(quant.pack(x.format(recipe.dispatch), ids.int(), weights.detach()), token_N)
     counting.wait()
     (sent, _), (received, pairs) = (zip(*counts) for counts in torch.stack([counts_R2, theirs_R2]).tolist())  # the host's one read
     route = Route(group, token_N[:sum(sent)].clone(), row_TR, list(sent), list(received))
-    way = []  # what is under way between _Send and _Arrive
-    token, gate = _Send.apply(x.x, weights, rows[:sum(sent)], route, x.recipe, way)
-    return Received(x.recipe, lambda: _arrive(token, gate, route, x.recipe, way, local, sum(pairs)), route)
-
-
-def _arrive(token: Tensor, gate: Tensor, route: Route, recipe: Recipe, way: list, local: int, num_pairs: int) -> Arrived:
-    x, weights, ids, *payload = _Arrive.apply(token, gate, route, recipe, way)
-    first = route.group.rank() * local
+    way = []
+    x, weights, ids, *payload = _Send.apply(x.x, weights, rows[:sum(sent)], route, recipe, way)
+    first = group.rank() * local
     ids = torch.where((ids >= first) & (ids < first + local), ids - first, -1)
-    kind = {"bf16": lambda: None, "fp8": quant.Fp8, "fp4": quant.Fp4}[recipe.dispatch]
-    return Arrived(x, ids, weights, kind(*payload), num_pairs)
+    payload = {"bf16": lambda: None, "fp8": quant.Fp8, "fp4": quant.Fp4}[recipe.dispatch](*payload)
+    return Received(x, ids, weights, payload, recipe, sum(pairs), functools.partial(_depart, route, recipe, way), route)
+
+
+def _depart(route: Route, recipe: Recipe, way: list, dx: Tensor, dweights: Tensor):
+    """Gradients of what dispatch brought, on their way home."""
+    rows = quant.quantize_fp8_rows(dx) if recipe.combine == "fp8" else dx
+    way.append((_Exchange(quant.pack(rows, dweights), route, home=True), dx.data_ptr()))
 
 
 def _plan(ids_TK: Tensor, local: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -493,40 +479,76 @@ def _plan(ids_TK: Tensor, local: int, ranks: int) -> tuple[Tensor, Tensor, Tenso
 
 
 class _Send(torch.autograd.Function):
-    """Messages leave in forward, and the gradients that _Arrive's backward sent off are waited for in backward. Autograd goes
-    backwards through what was called between the two, so that runs while they travel, in either direction."""
+    """Tokens to their experts and, in backward, their gradients home. `way` has what `_depart` sent off; if nobody called that
+    before, backward does."""
 
     @staticmethod
     def forward(ctx, x, weights, rows, route, recipe, way):
-        ctx.route, ctx.recipe, ctx.way, ctx.x, ctx.gate = route, recipe, way, _kind(x), (weights.dtype, weights.shape[1])
-        way.append(_Exchange(rows, route))
-        empty = lambda t: t.new_empty(()).expand(sum(route.received), t.shape[1])
-        return quant.carrier(empty(x)), quant.carrier(empty(weights))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *_):
-        dx, dweights = quant.unpack(ctx.way.pop().wait(), ctx.recipe.combine, *ctx.x, ctx.gate)
-        return _summed(dx, ctx.route, ctx.x[1]), quant.sum_rows(dweights, ctx.route.row_TR), None, None, None, None
-
-
-class _Arrive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, token, gate, route, recipe, way):
-        ctx.route, ctx.recipe, ctx.way = route, recipe, way
-        K = gate.shape[1]
-        q, ids, weights = quant.unpack(way.pop().wait(), recipe.dispatch, *_kind(token), (torch.int32, K), (gate.dtype, K))
-        x, *payload = [q] if isinstance(q, Tensor) else (quant.carrier(token), *q)
-        ids, *payload = (t.contiguous() for t in (ids, *payload))  # kept, and the message not
-        ctx.mark_non_differentiable(ids, *payload)
-        return x.contiguous() if not payload else x, weights.contiguous(), ids, *payload
+        K = weights.shape[1]
+        ctx.route, ctx.recipe, ctx.way, ctx.kinds = route, recipe, way, (*_kind(x), (weights.dtype, K))
+        message = _Exchange(rows, route).wait()
+        q, ids, weights = quant.unpack(message, recipe.dispatch, *_kind(x), (torch.int32, K), (weights.dtype, K))
+        # copies, for these are kept, and the message not
+        ids, weights, *received = (t.contiguous() for t in (ids, weights, *([q] if isinstance(q, Tensor) else q)))
+        if not isinstance(q, Tensor):
+            received.insert(0, quant.carrier(_rows(x, len(message))))
+        ctx.mark_non_differentiable(ids, *received[1:])
+        return received[0], weights, ids, *received[1:]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx, dweights, *_):
-        rows = quant.quantize_fp8_rows(dx) if ctx.recipe.combine == "fp8" else dx
-        ctx.way.append(_Exchange(quant.pack(rows, dweights), ctx.route, home=True))
-        return *(t.new_zeros(()).expand(t.shape) for t in (dx, dweights)), None, None, None
+        if not ctx.way:
+            _depart(ctx.route, ctx.recipe, ctx.way, dx, dweights)
+        exchange, departed = ctx.way.pop()
+        if departed != dx.data_ptr():
+            raise RuntimeError("gradients of dispatched tokens departed before their last reader had added to them")
+        dx, dweights = quant.unpack(exchange.wait(), ctx.recipe.combine, *ctx.kinds)
+        return _summed(dx, ctx.route, ctx.kinds[1]), quant.sum_rows(dweights, ctx.route.row_TR), None, None, None, None
+
+
+class _Leave(torch.autograd.Function):
+    """Sums on their way home; backward waits for dy. Autograd goes backwards through what was called between this and _Home, so
+    that runs while they travel, in either direction."""
+
+    @staticmethod
+    def forward(ctx, y, route, recipe, way, in_full):
+        ctx.recipe, ctx.way, ctx.in_full, ctx.y = recipe, way, in_full, _kind(y)
+        rows = quant.quantize_fp8_rows(y) if recipe.combine == "fp8" else y
+        way.append(_Exchange(quant.pack(rows), route, home=True))
+        return quant.carrier(_rows(y, len(route.row_TR)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, like):
+        dy, = quant.unpack(ctx.way.pop().wait(), _gradient_format(ctx.recipe), *ctx.y)
+        if not isinstance(dy, Tensor):
+            dy = quant.dequantize(dy, like.dtype) if ctx.in_full else quant.carrier(_rows(like, len(dy.data)), dy)
+        return dy, None, None, None, None
+
+
+class _Home(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, like, route, recipe, way):
+        ctx.route, ctx.recipe, ctx.way = route, recipe, way
+        return _summed(quant.unpack(way.pop().wait(), recipe.combine, *_kind(like))[0], route, like.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        rows = quant.quantize_fp8_rows(dy) if _gradient_format(ctx.recipe) == "fp8" else dy
+        ctx.way.append(_Exchange(_take(quant.pack(rows), ctx.route.token_N), ctx.route))
+        return dy.new_zeros(()).expand(dy.shape), None, None, None
+
+
+def _gradient_format(recipe: Recipe) -> str:
+    """In which dy is sent: never below FP8."""
+    return "bf16" if recipe.wire == "bf16" else "fp8"
+
+
+def _rows(like: Tensor, n: int) -> Tensor:
+    """A stand-in for n rows like those of another tensor."""
+    return like.new_empty(()).expand(n, like.shape[1])
 
 
 def _kind(x: Tensor) -> tuple[int, torch.dtype]:
@@ -548,7 +570,7 @@ def message_bytes(config: ModelConfig, recipe: Recipe, dtype: torch.dtype = torc
     ids, weights = (torch.int32, config.top_k), (torch.float32, config.top_k)
     size = lambda name, *others: quant.message_bytes(name, config.hidden, dtype, *others)
     return {"dispatch": size(recipe.dispatch, ids, weights), "combine": size(recipe.combine),
-            "combine, backward": size("bf16" if recipe.wire == "bf16" else "fp8"),
+            "combine, backward": size(_gradient_format(recipe)),
             "dispatch, backward": size(recipe.combine, weights)}
 
 
@@ -576,11 +598,11 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(local, config.hidden, config.expert_width))
         self.received = 0  # tokens that came last
 
-    def forward(self, got: Arrived, run: Pass) -> Tensor:
+    def forward(self, got: Received, run: Pass) -> Tensor:
         """Tokens as they arrived -> the sum of what their experts here make of each."""
         self.received = len(got.ids)
         return quant.experts(got.x, got.ids, got.weights, self.w13, self.w2, run.recipe, got.payload, "moe" in run.recompute,
-                             got.num_pairs)
+                             got.num_pairs, got.depart)
 
 
 class MoE(nn.Module):
@@ -597,9 +619,8 @@ class MoE(nn.Module):
         """x [T, H], normed -> [T, H] and, in training, the balance losses [B]."""
         ids, weights, balance = self.router(x, run.batch)
         got = dispatch(x, ids, weights, self.ep, self.router.config.n_experts)
-        shared = self.shared(x, run) if self.shared is not None else None  # while tokens are on their way, in backward too
-        y = combine(self.experts(got.arrived, run), got)
-        return y + shared if shared is not None else y, balance
+        y = self.experts(got, run)
+        return combine(y, got, (lambda: self.shared(x, run)) if self.shared is not None else None), balance
 
 
 class Layer(nn.Module):
@@ -731,14 +752,16 @@ class Model(nn.Module):
         self.register_load_state_dict_post_hook(quant.new_epoch)
 
     @torch.no_grad()
-    def init_weights(self):
-        """Normal matrices. Of experts spread over ranks, one parameter at a time is drawn whole, and this rank's part kept."""
+    def init_weights(self, copy: Callable[[nn.Parameter, Tensor], object] = torch.Tensor.copy_):
+        """Normal matrices, norms of ones, buffers of zeros. Each parameter is drawn whole, one at a time, so that weights are those
+        of one process; copy(parameter, values) then writes what this rank holds of it: of experts its own."""
         for parameter in self.parameters():
-            if parameter.dim() == 3 and self.ep is not None:
-                whole = parameter.new_empty(self.config.n_experts, *parameter.shape[1:])
-                parameter.copy_(nn.init.normal_(whole, std=self.config.init_std).chunk(self.ep.size())[self.ep.rank()])
-            elif parameter.dim() > 1:
-                nn.init.normal_(parameter, std=self.config.init_std)
+            mine = slice(None) if parameter.dim() < 3 else slice(_held(self).start, _held(self).stop)
+            shape = parameter.shape if parameter.dim() < 3 else (self.config.n_experts, *parameter.shape[1:])
+            whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            copy(parameter, (whole.normal_(std=self.config.init_std) if whole.dim() > 1 else whole.fill_(1))[mine])
+        for buffer in self.buffers():
+            buffer.zero_()
         quant.new_epoch()
 
     def expert_parameters(self) -> list[nn.Parameter]:

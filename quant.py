@@ -42,7 +42,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -584,7 +584,7 @@ def _grouped_mm(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, dtype: torch.d
         kernels.grouped_gemm(*a, *b, groups.expert, y)
         return y
     a, b = _values(a, b)
-    if a.dtype == torch.bfloat16 and a.is_cuda:
+    if a.dtype == torch.bfloat16 and a.is_cuda and len(a):
         return F.grouped_mm(a, b.mT, offs=groups.offsets[1:]).to(dtype)
     y = a.new_zeros((len(a), b.shape[1]), dtype=dtype)  # rows behind the last expert's, too
     for e, (s, t) in enumerate(itertools.pairwise(groups.offsets.tolist())):
@@ -1020,8 +1020,8 @@ class _SwiGLU(torch.autograd.Function):
     Routing maps are made again in backward: that costs three small launches, keeping them 12 bytes a row."""
 
     @staticmethod
-    def forward(ctx, x, weights_TK, w13, w2, ids_TK, num_pairs, recipe, read, source, recompute):
-        ctx.recipe, ctx.dtype, ctx.num_pairs = recipe, x.dtype, num_pairs
+    def forward(ctx, x, weights_TK, w13, w2, ids_TK, num_pairs, recipe, read, source, recompute, depart):
+        ctx.recipe, ctx.dtype, ctx.num_pairs, ctx.depart = recipe, x.dtype, num_pairs, depart
         groups = _groups(ids_TK, w13, num_pairs)
         # h in full is freed here, unless it is what is kept: nothing else refers to it
         a_M, h_kept = _swiglu_forward(_SwiGLU.fc1(read, w13, groups, recipe, x.dtype), weights_TK, groups, recipe)
@@ -1055,9 +1055,11 @@ class _SwiGLU(torch.autograd.Function):
         del da_M, h_kept, dy_cols, a_cols
         if ctx.needs_input_grad[0]:
             dx = _sum_rows(_grouped_mm(dh_rows, _expert_operands(w13, recipe, dtype)[1], groups, dtype), groups)
+            if ctx.depart is not None:
+                ctx.depart(dx, dweights_TK)
         if ctx.needs_input_grad[2]:
             dw13 = _grouped_wgrad(dh_cols, _fan_out_cols(kept, groups, recipe.compute), groups, w13)
-        return dx, dweights_TK, dw13, dw2, *[None] * 6
+        return dx, dweights_TK, dw13, dw2, *[None] * 7
 
 
 def _token(groups: Groups) -> Tensor:
@@ -1104,11 +1106,12 @@ def mlp(x: Activation, w13: Tensor, w2: Tensor, recompute: bool = False) -> Tens
     source = x.norm if x.norm is not None and (x.rebuild or recompute) else x.read if recompute else x.kept
     ids, ones = (torch.full((1, 1), v, dtype=t, device=x.x.device).expand(len(x.x), 1)  # no memory: only the shape is kept
                  for v, t in ((0, torch.int32), (1, torch.float32)))
-    return _SwiGLU.apply(x.x, ones, w13, w2, ids, None, x.recipe, x.read, source, recompute)
+    return _SwiGLU.apply(x.x, ones, w13, w2, ids, None, x.recipe, x.read, source, recompute, None)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, recipe: Recipe = RECIPES["bf16"],
-            payload: Fp8 | Fp4 | None = None, recompute: bool = False, num_pairs: int | None = None) -> Tensor:
+            payload: Fp8 | Fp4 | None = None, recompute: bool = False, num_pairs: int | None = None,
+            depart: Callable[[Tensor, Tensor], None] | None = None) -> Tensor:
     """y [T, H]: for each token the sum over its experts of weight * FFN(x), FFN(x) = w2 (silu(w_gate x) * (w_up x)).
 
     x [T, H]; ids [T, K] in 0..E-1, or -1 for none; weights [T, K] float32; w13 [E, 2I, H] (gate rows first), w2 [E, H, I].
@@ -1116,7 +1119,8 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, re
     without one x is brought to the wire's format here, so that codes do not depend on where tokens come from.
     recompute: h is not kept but rebuilt, in full, by one FC1 GEMM from the bits that forward read, which are then what is kept
     of x, also where `save` is narrower. num_pairs: how many ids are not -1, where the caller knows; on a GPU memory is laid out
-    for that many, or for all. ValueError for shapes that do not fit.
+    for that many, or for all. depart: called in backward with the gradients of x and weights as soon as they are there, before that
+    of w13; then x and weights must have no other reader. ValueError for shapes that do not fit.
     """
     _check_call("experts", x, recipe)
     _check_experts(x, ids, weights, w13, w2)
@@ -1127,7 +1131,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, re
     else:
         activation = quantize(x, recipe)
         read, kept = activation.read, x if recipe.save == "bf16" else activation.kept
-    return _SwiGLU.apply(x, weights, w13, w2, ids, num_pairs, recipe, read, read if recompute else kept, recompute)
+    return _SwiGLU.apply(x, weights, w13, w2, ids, num_pairs, recipe, read, read if recompute else kept, recompute, depart)
 
 
 def _check_call(name: str, x: Tensor, recipe: Recipe):

@@ -6,6 +6,7 @@ takes the ranks' sequences as micro-batches, so that what enters the first exper
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
@@ -19,10 +20,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 import model as model_module
 import quant
-from model import Model, ModelConfig, Router, combine, dispatch, fill_from_hf, hf_tensors, message_bytes, save_hf
+from model import PRESETS, RECOMPUTE_SCOPES, Model, ModelConfig, Router, combine, dispatch, fill_from_hf, hf_tensors, message_bytes, save_hf
 from quant import RECIPES, Recipe
 
 CONFIG = ModelConfig(
@@ -68,6 +70,10 @@ def summed(net, mine):
     for k, g in mine.items():
         dist.all_reduce(g, group=same[place] if k != "loss" and id(parameters[k]) in experts else None)
     return mine
+
+
+def whole_vector(tensors):
+    return torch.cat([t.flatten() for name, t in tensors.items() if name != "loss"])
 
 
 def part_of(whole, net):
@@ -162,22 +168,26 @@ def check_experts_read_the_codes_of_one_process(recipe):
         assert torch.equal(got_part.contiguous().view(torch.uint8), want)
 
 
-def check_gradients_are_those_of_one_process(recipe, size):
-    """Loss and every gradient, with experts over groups of `size` ranks; all are sums: case 15."""
-    size = size or dist.get_world_size()
+def check_gradients_are_those_of_one_process(recipe, size, dtype=None):
+    """Loss and every gradient, with experts over groups of `size` ranks; all are sums, so that none is off by a factor: case 15.
+
+    Sums of partial sums in float32 differ from one process's by float32's rounding, and so does everything behind them: all scales
+    are powers of two, so codes do not depend on which tokens share a tile, and none of the codes here is so near a tie that it
+    turns. Where partial sums are rounded to FP8 (2.6 % of each) or BF16 (0.2 %), codes behind them turn, and now and then the
+    choice of an expert, which may change one weight's gradient much: what holds is the gradient as a whole, and every norm."""
     pairs = batches(dist.get_world_size())
     groups = [dist.new_group(list(range(r, r + size))) for r in range(0, dist.get_world_size(), size)]
-    net = build(recipe, groups[dist.get_rank() // size])
-    want = part_of(step(build(recipe), *pairs), net)
+    net = build(recipe, groups[dist.get_rank() // size], dtype=dtype)
+    want = part_of(step(build(recipe, dtype=dtype), *pairs), net)
     first = step(net, pairs[dist.get_rank()])
     got = summed(net, first)
-    assert all(bool(g.any()) for g in got.values())
-    off = differences(got, want)
-    if recipe == "bf16":
+    off, ratio = differences(got, want), {k: (got[k].norm() / want[k].norm()).item() for k in got}
+    if ALL[recipe].combine == "bf16" and dtype is None:
         assert max(off.values()) <= 1e-5, off
     else:
-        ratio = {k: (got[k].norm() / want[k].norm()).item() for k in got}
-        if dist.get_rank() == 0: print(recipe, size, max(off.values()), max(abs(r-1) for r in ratio.values()))
+        got, want = whole_vector(got), whole_vector(want)
+        assert (got - want).norm() <= (0.02 if recipe == "bf16" else 0.1) * want.norm(), off
+        assert all(abs(r - 1) <= 0.05 for r in ratio.values()), ratio
     assert all(torch.equal(g, first[k]) for k, g in step(net, pairs[dist.get_rank()]).items())  # a run repeats
 
 
@@ -185,8 +195,9 @@ def layer(recipe, x, ids, weights, w13, w2, dy, group):
     """Output and gradients of experts behind the wire, for tokens of this rank."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, weights, w13, w2)]
     x, weights, w13, w2 = leaves
-    got = dispatch(quant.quantize(x, recipe, wire=recipe.dispatch), ids, weights, group, 8)
-    y = combine(quant.experts(got.x, got.ids, got.weights, w13, w2, recipe, got.payload, num_pairs=got.num_pairs), got)
+    got = dispatch(quant.quantize(x, recipe, wire=recipe.dispatch), ids, weights, group, group and len(w13) * group.size())
+    y = combine(quant.experts(got.x, got.ids, got.weights, w13, w2, recipe, got.payload, num_pairs=got.num_pairs,
+                              depart=got.depart), got)
     y.backward(dy)
     return y.detach(), *(t.grad for t in leaves)
 
@@ -299,57 +310,110 @@ def check_message_bytes():
         assert [size for _, size in exchanges] == [sizes[k] * n for k, n in zip(order, rows)], name
 
 
-def check_the_shared_expert_runs_while_tokens_travel():
-    """Forward: between the start of dispatch and the wait for it; backward: between the same two of the gradients' way home."""
+def check_what_runs_while_messages_travel():
+    """The shared expert while sums go home, its backward while dy goes out; FC1's Wgrad while dx goes home."""
     events, net = [], build("mxfp4", world(), replace(CONFIG, mtp=False))
+    shared = net.layers[1].ffn.shared
+    shared.register_forward_hook(lambda *_: events.append("shared"))
+    shared.w13.register_post_accumulate_grad_hook(lambda *_: events.append("shared"))
 
     class Watched(model_module._Exchange):
-        def __init__(self, rows, route, home=False):
-            super().__init__(rows, route, home)
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
             events.append("start")
 
         def wait(self):
             events.append("wait")
             return super().wait()
 
-    shared = net.layers[1].ffn.shared
-    shared.register_forward_hook(lambda *_: events.append("shared"))
-    shared.w13.register_post_accumulate_grad_hook(lambda *_: events.append("shared"))
-    with patched(model_module, "_Exchange", Watched):
+    def grouped_wgrad(a, b, groups, weight):
+        events.extend(["Wgrad"] * (weight.dim() == 3))
+        return inner(a, b, groups, weight)
+
+    with patched(model_module, "_Exchange", Watched), patched(quant, "_grouped_wgrad", grouped_wgrad) as inner:
         step(net, batches(dist.get_world_size())[dist.get_rank()])
-    assert events == ["start", "shared", "wait", "start", "wait"] + ["start", "wait", "start", "shared", "wait"], events
+    assert events == ["start", "wait", "start", "shared", "wait",
+                      "start", "shared", "wait", "Wgrad", "start", "Wgrad", "wait"], events
 
 
-def check_bfloat16_activations(recipe):
-    """Partial sums are rounded to BF16 once more (0.2 %), and codes behind them may flip."""
-    pairs, config = batches(dist.get_world_size()), replace(CONFIG, mtp=False)
-    net = build(recipe, world(), config, dtype=torch.bfloat16)
-    want, got = part_of(step(build(recipe, None, config, dtype=torch.bfloat16), *pairs), net), step(net, pairs[dist.get_rank()])
-    off = differences(summed(net, got), want)
-    if dist.get_rank() == 0: print("bfloat16", recipe, max(off.values()))
+def check_another_reader_is_noticed():
+    """Gradients that have departed lack what another reader of x adds: an error, no wrong number."""
+    x, ids, weights = torch.randn(16, 64, requires_grad=True), torch.arange(32).view(16, 2).int() % 8, torch.rand(16, 2)
+    w13, w2 = torch.randn(8 // dist.get_world_size(), 64, 64), torch.randn(8 // dist.get_world_size(), 64, 32)
+    for depart in (True, False):
+        got = dispatch(quant.quantize(x, RECIPES["bf16"]), ids, weights, world(), 8)
+        y = quant.experts(got.x, got.ids, got.weights, w13, w2, num_pairs=got.num_pairs, depart=got.depart if depart else None)
+        loss = combine(y, got).sum() + (got.x * 2).sum()
+        with pytest.raises(RuntimeError, match="departed") if depart else contextlib.nullcontext():
+            loss.backward()
+    x0, x1 = x.grad.clone(), x.detach().requires_grad_()
+    held = [ids // len(w13) == r for r in range(dist.get_world_size())]
+    whole = on_all((w13, w2))
+    y = quant.experts(x1, ids, weights, *(torch.cat(t) for t in zip(*whole)))
+    (y.sum() + sum(2 * (x1 * h.any(1, keepdim=True)).sum() for h in held)).backward()
+    assert torch.allclose(x0, x1.grad, rtol=1e-4, atol=1e-3)
 
 
-def check_hugging_face_checkpoints(folder):
+def check_combine_in_fp8():
+    """Of one layer, only what comes home is rounded once more, each rank's part to FP8: 2.6 % of it."""
+    g, rank, local = torch.Generator().manual_seed(dist.get_rank()), dist.get_rank(), 8 // dist.get_world_size()
+    x, dy, weights = torch.randn(64, 128, generator=g), torch.randn(64, 128, generator=g), torch.rand(64, 2, generator=g)
+    ids = torch.stack([torch.randperm(8, generator=g)[:2] for _ in range(64)]).int()
+    g.manual_seed(9)
+    w13, w2 = torch.randn(local, 128, 128, generator=g) / 11, torch.randn(local, 128, 64, generator=g) / 8
+    plain, rounded = (layer(ALL[name], x, ids, weights, w13, w2, dy, world()) for name in ("mxfp4", "fp4-fp8"))
+    for i in (0, 1):  # y and dx
+        assert 0.01 * plain[i].norm() <= (rounded[i] - plain[i]).norm() <= 0.03 * plain[i].norm()
+    assert all(torch.equal(a, b) for a, b in zip(plain[2:], rounded[2:]))
+
+
+def check_an_idle_rank_through_the_kernels(recipe):
+    """The GPU's kernels in the interpreter, unwritten memory full of NaN, with all tokens on rank 0: but for rounding the same as
+    without them, and zeros where nothing arrived."""
+    if torch.cuda.is_available():
+        return
+    import kernels
+
+    rank, g = dist.get_rank(), torch.Generator().manual_seed(5)
+    x, dy = torch.randn(2, 20, 128, generator=g).bfloat16()
+    w13, w2, weights = (torch.randn(s, generator=g) / 16 for s in ((1, 256, 128), (1, 128, 128), (20, 2)))
+    ids = torch.tensor([[0, -1], [-1, 0]]).repeat(10, 1).int()
+    call = lambda: layer(ALL[recipe], x, ids, weights.abs(), w13, w2, dy, world())
+    want = call()
+    quant.kernels = kernels
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    with patched(quant, "_on_gpu", lambda x: True):
+        quant.new_epoch()
+        got = call()
+    torch.use_deterministic_algorithms(False)
+    for a, b in zip(got, want):
+        assert (a.float() - b.float()).norm() <= 0.03 * b.float().norm()
+    assert rank == 0 or not got[3].any() and not got[4].any()
+
+
+def check_hugging_face_checkpoints():
     """Each rank reads its own experts, from one tensor an expert or from one for all; none can write what it has not."""
-    pytest.importorskip("safetensors")
-    from safetensors.torch import load_file, save_file
-
-    whole, net, rank = build(), build(ep=world()), dist.get_rank()
-    own = Path(folder, f"hf{rank}")
-    save_hf(whole, own, torch.float32)
-    with pytest.raises(ValueError, match="of 8 experts"):
-        save_hf(net, Path(folder, f"no{rank}"))
-    for fused in (False, True):
-        if fused:
-            tensors = load_file(own / "model.safetensors")
-            kept = {k: t for k, t in tensors.items() if ".mlp.experts." not in k}
-            experts = {k: t.contiguous() for k, t in hf_tensors(whole, True).items() if ".mlp.experts." in k}
-            save_file({**kept, **experts}, own / "model.safetensors")
-        for p in net.parameters():
-            p.data.fill_(7)
-        fill_from_hf(net, own)
-        want = part_of(dict(whole.named_parameters()), net)
-        assert all(torch.equal(p, want[k]) for k, p in net.named_parameters())
+    try:
+        from safetensors.torch import load_file, save_file
+    except ImportError:
+        return
+    whole, net = build(), build(ep=world())
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder, "hf")
+        save_hf(whole, own, torch.float32)
+        with pytest.raises(ValueError, match="of 8 experts"):
+            save_hf(net, Path(folder, "no"))
+        tensors = {k: t for k, t in load_file(own / "model.safetensors").items() if ".mlp.experts." not in k}
+        tensors |= {k: t.contiguous() for k, t in hf_tensors(whole, True).items() if ".mlp.experts." in k}
+        for fused in (False, True):
+            if fused:
+                save_file(tensors, own / "model.safetensors")
+            for p in net.parameters():
+                p.data.fill_(7)
+            fill_from_hf(net, own)
+            want = part_of(dict(whole.named_parameters()), net)
+            assert all(torch.equal(p, want[k]) for k, p in net.named_parameters())
 
 
 def check_evaluation_and_generation():
@@ -363,21 +427,81 @@ def check_evaluation_and_generation():
     assert torch.equal(net.generate(ids[:, :4], 3, 0), whole.generate(ids[:, :4], 3, 0))
 
 
-CHECKS = {"weights": (check_weights_are_those_of_one_process,), "balance": (check_balance_case_14,),
-          "bytes": (check_message_bytes,), "overlap": (check_the_shared_expert_runs_while_tokens_travel,),
-          "hf": (check_hugging_face_checkpoints,), "no gradients": (check_evaluation_and_generation,)}
-for name in ALL:
-    CHECKS[f"codes, {name}"] = check_experts_read_the_codes_of_one_process, name
-    CHECKS[f"gradients, {name}"] = check_gradients_are_those_of_one_process, name, 2
-    CHECKS[f"gradients, all ranks, {name}"] = check_gradients_are_those_of_one_process, name, None
-for name, rounds in ("bf16", 54), ("mxfp4", 10), ("fp8", 10):
-    CHECKS[f"uneven, {name}"] = check_uneven_counts_case_10, name, rounds
-for wire in ("bf16", "fp8", "fp4", "fp8-fp8", "fp4-fp8"):
-    CHECKS[f"identity, {wire}"] = check_identity_experts_case_17, wire
-for scopes in (("moe",), ("norm",), ("attn", "norm", "mlp", "moe", "mla_up")):
-    CHECKS[f"recompute, {'+'.join(scopes)}"] = check_recomputing_changes_no_bit, scopes
-for name in ("bf16", "mxfp4", "fp4-fp8"):
-    CHECKS[f"bfloat16, {name}"] = check_bfloat16_activations, name
+class Buffer:
+    """DeepEP's interface, as much of it as README.md's example calls, on gloo. A handle here is a route."""
+
+    def get_dispatch_layout(self, ids, num_experts):
+        assert ids.dtype == torch.int64
+        token_N, row_TR, counts = model_module._plan(ids, num_experts // dist.get_world_size(), dist.get_world_size())
+        dist.all_to_all_single(theirs := torch.empty_like(counts), counts)
+        route = model_module.Route(world(), token_N[:counts[:, 0].sum()], row_TR, counts[:, 0].tolist(), theirs[:, 0].tolist())
+        return "ranks", None, num_experts // dist.get_world_size(), route, None
+
+    def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None,
+                 is_token_in_rank=None, num_tokens_per_expert=None):
+        route, local = handle or is_token_in_rank, num_tokens_per_expert
+        assert all(t.is_contiguous() for t in x) and x[0].element_size() == 1 and x[1].dtype in (torch.int32, torch.float32)
+        out = lambda t: model_module._Exchange(t.view(torch.uint8)[route.token_N], route).wait().view(t.dtype)
+        if handle is not None:
+            return tuple(map(out, x)), None, None, None, None, None
+        ids = out(topk_idx) - dist.get_rank() * local
+        return tuple(map(out, x)), ids.masked_fill((ids < 0) | (ids >= local), -1), out(topk_weights), [], route, None
+
+    def combine(self, x, handle, topk_weights=None):
+        home = lambda t: quant.sum_rows(
+            model_module._Exchange(t.contiguous().view(torch.uint8), handle, home=True).wait().view(t.dtype), handle.row_TR)
+        return home(x), None if topk_weights is None else home(topk_weights), None
+
+
+def check_the_readme_example():
+    """Another transport, DeepEP's interface: the same bits."""
+    readme = Path(model_module.__file__).with_name("README.md").read_text()
+    code = next(block for block in readme.split("```python\n")[1:] if "buffer.dispatch" in block).partition("```")[0]
+    pair = batches(dist.get_world_size())[dist.get_rank()]
+    want = step(build("mxfp4", world()), pair)
+    with patched(model_module, "dispatch", None), patched(model_module, "combine", None):
+        exec(code, dict(torch=torch, quant=quant, model=model_module, buffer=Buffer()))
+        got = step(build("mxfp4", world()), pair)
+    assert all(torch.equal(got[k], want[k]) for k in want)
+
+
+def check_the_bench():
+    """bench.py comm's rows: the exchanges of each wire, with the bytes of the messages."""
+    import bench
+
+    with patched(bench, "timed", functools.partial(bench.timed, rounds=1)):
+        rows = [row for sent in ("once", "pairs") for row in bench.comm_rows("tiny", sent)]
+    assert len(rows) == 40 and all(set(row) <= set(bench.COMM_COLUMNS) and row["ms"] > 0 for row in rows)
+    tokens, config = bench.COMM_SHAPES["tiny"]
+    size = message_bytes(config, bench.WIRES["fp4"])["dispatch"]
+    assert tokens <= rows[10]["rows"] < rows[30]["rows"] == tokens * config.top_k
+    assert (rows[10]["wire"], rows[10]["exchange"]) == ("fp4", "dispatch")
+    assert rows[10]["mb"] == round(rows[10]["rows"] * size / 1e6, 3)
+
+
+def checks(ranks):
+    """{name: (check, arguments)}; on four ranks what two cannot show."""
+    four = ranks == 4
+    table = {"weights": (check_weights_are_those_of_one_process,), "balance, case 14": (check_balance_case_14,),
+             "no gradients": (check_evaluation_and_generation,)}
+    for name in ["bf16", "mxfp4", "fp4-fp8"] if four else ALL:
+        table[f"codes, {name}"] = check_experts_read_the_codes_of_one_process, name
+        table[f"gradients, {name}"] = check_gradients_are_those_of_one_process, name, ranks
+    for name, rounds in {"bf16": 54}.items() if four else {"bf16": 54, "mxfp4": 12, "fp8": 12}.items():
+        table[f"uneven, case 10, {name}"] = check_uneven_counts_case_10, name, rounds
+    if four:
+        return table | {f"gradients, two groups, {name}": (check_gradients_are_those_of_one_process, name, 2) for name in ("bf16", "mxfp4")}
+    for name in ("bf16", "mxfp4"):
+        table[f"gradients, bfloat16, {name}"] = check_gradients_are_those_of_one_process, name, 2, torch.bfloat16
+        table[f"kernels, {name}"] = check_an_idle_rank_through_the_kernels, name
+    for wire in ("bf16", "fp8", "fp4", "fp8-fp8", "fp4-fp8"):
+        table[f"identity, case 17, {wire}"] = check_identity_experts_case_17, wire
+    for scopes in ("moe",), ("norm",), RECOMPUTE_SCOPES:
+        table[f"recompute, {' '.join(scopes)}"] = check_recomputing_changes_no_bit, scopes
+    return table | {"combine in fp8": (check_combine_in_fp8,), "bytes": (check_message_bytes,),
+                    "overlap": (check_what_runs_while_messages_travel,), "another reader": (check_another_reader_is_noticed,),
+                    "Hugging Face": (check_hugging_face_checkpoints,), "bench": (check_the_bench,),
+                    "README's transport": (check_the_readme_example,)}
 
 
 # -----------------------------------------------------------------------------
@@ -385,41 +509,78 @@ for name in ("bf16", "mxfp4", "fp4-fp8"):
 
 def worker(rank, ranks, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
     said = {}
-    for name, (check, *args) in CHECKS.items():
-        began = time.time()
+    for name, (check, *args) in checks(ranks).items():
         try:
-            check(*args, *([folder] if "folder" in check.__code__.co_varnames[:check.__code__.co_argcount] else []))
-        except BaseException:  # the others hang, or are out of step: no further check
-            said[name] = traceback.format_exc()
-        else:
+            check(*args)
             said[name] = ""
-        print(rank, name, round(time.time() - began, 2), said[name], flush=True)
+        except BaseException:
+            said[name] = traceback.format_exc()
         Path(folder, str(rank)).write_bytes(pickle.dumps(said))
-        if said[name]: break
-    os._exit(0)  # a group that has failed may not end in order
+        if said[name]:
+            break  # the others wait for what this one has not sent: nothing after this would tell anything
+    os._exit(0)  # a group that has failed does not always end in order
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def said(request):
-    """{check: what each rank raised}"""
+@functools.cache
+def run(ranks):
+    """{check: what went wrong} of each rank."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["model"])
+    server.set_forkserver_preload(["test_ep"])
     with tempfile.TemporaryDirectory() as folder:
-        workers = [server.Process(target=worker, args=(r, request.param, folder)) for r in range(request.param)]
+        workers = [server.Process(target=worker, args=(r, ranks, folder)) for r in range(ranks)]
         for p in workers:
             p.start()
-        deadline = time.monotonic() + 55
+        deadline = time.monotonic() + 59
         for p in workers:
             p.join(max(0.1, deadline - time.monotonic()))
-        for p in workers:
             p.kill()
-        files = [Path(folder, str(r)) for r in range(request.param)]
+        files = [Path(folder, str(r)) for r in range(ranks)]
         return [pickle.loads(f.read_bytes()) if f.exists() else {} for f in files]
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_ranks(said, name):
-    for rank, errors in enumerate(said):
-        assert errors.get(name, "not reached") == "", f"rank {rank}: {errors.get(name)}"
+@pytest.mark.parametrize("ranks, name", [(ranks, name) for ranks in (2, 4) for name in checks(ranks)])
+def test_ranks(ranks, name):
+    """The first test of so many ranks runs all its checks."""
+    for rank, errors in enumerate(run(ranks)):
+        assert errors.get(name, "not reached") == "", f"rank {rank}: {errors.get(name, 'not reached')}"
+
+
+# -----------------------------------------------------------------------------
+# without processes
+
+@pytest.mark.parametrize("name, share", [("bf16", 1), ("fp8", 0.76), ("mxfp4", 0.70), ("fp4-fp8", 0.46)])
+def test_message_bytes_of_v3(name, share):
+    """All four exchanges against BF16's. By hand, for mxfp4: 3584 codes, 224 scales, 8 ids and 8 weights of 4; BF16 home; dy in
+    FP8 with an exponent byte for 128; BF16 and 8 weights home. All are multiples of 16 but 7224."""
+    bf16, ours = (message_bytes(PRESETS["v3"], ALL[n]) for n in ("bf16", name))
+    assert sum(ours.values()) <= share * sum(bf16.values())
+    if name == "mxfp4":
+        assert list(ours.values()) == [3584 + 224 + 64, 14336, 7168 + 64, 14336 + 32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("width", [32, 96, 160, 7168])
+def test_messages_hold_what_was_packed(width, dtype):
+    """Bit for bit, with zero rows, zeros and NaN among them, at any width; and as long as the formula says."""
+    x, ids, p = torch.randn(5, width, dtype=dtype), torch.randint(-1, 9, (5, 3)).int(), torch.rand(5, 3)
+    x[1], x[2, 0], x[3] = 0, float("nan"), x[3] * 1e30
+    others = (torch.int32, 3), (torch.float32, 3)
+    bits = lambda t: t.contiguous().view(torch.uint8)
+    for name, q in {"bf16": x, "fp8": quant.quantize_fp8_rows(x), "fp4": quant.quantize_fp4_rows(x)}.items():
+        for rows in (5, 0):
+            cut = lambda q: q[:rows] if isinstance(q, torch.Tensor) else type(q)(*(t[:rows] for t in q))
+            message = quant.pack(cut(q), ids[:rows], p[:rows])
+            assert message.dtype == torch.uint8 and message.shape == (rows, quant.message_bytes(name, width, dtype, *others))
+            *got, got_ids, got_p = tree_leaves(quant.unpack(message, name, width, dtype, *others))
+            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, tree_leaves(cut(q)), strict=True))
+            assert torch.equal(got_ids, ids[:rows]) and torch.equal(got_p, p[:rows])
+
+
+def test_plan_example():
+    """The example in model.py, and a token that nobody needs."""
+    token_N, row_TR, counts_R2 = model_module._plan(torch.tensor([[0, 1], [3, 0], [2, 2], [-1, -1]]), 2, 2)
+    assert token_N[:4].tolist() == [0, 1, 1, 2] and row_TR.tolist() == [[0, -1], [1, 2], [-1, 3], [-1, -1]]
+    assert counts_R2.tolist() == [[2, 3], [2, 3]] and len(token_N) == 8

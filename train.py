@@ -70,7 +70,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from tqdm import tqdm
 
 import data
@@ -487,8 +487,9 @@ def shard(net, layout):
         module.register_forward_pre_hook(mark)  # behind FSDP's own
 
     def mark(module, _):
-        for p in module.parameters():
-            p.sharded = p not in apart  # see quant.weight_operands
+        for name, p in module.named_parameters():
+            if not is_expert(name):  # experts are marked as a module of their own
+                p.sharded = True  # see quant.weight_operands
 
     def cut(p):
         """Whole experts if they come out even, else a slice of each."""
@@ -972,13 +973,8 @@ def start(config, device, dtype, recipe, recompute, model_config, resume):
     check_ranks_agree(asdict(config) | {"checkpoint to resume": resume and resume.name})
 
     layout = Layout.of(config.ep, config.fsdp, device)
-    torch.manual_seed(config.seed)  # the same weights on every rank
-    with device:
-        net = Model(model_config, layout and layout.experts.get_group("ep"))
+    net = build(model_config, layout, device, config.seed)
     net.recipe, net.dtype, net.recompute = recipe, dtype, recompute
-    if folder := hf_folder(config.init_from) if not resume else "":
-        together(model.fill_from_hf, net, folder)
-    shard(net, layout)
     if config.compile:
         model.compile_elementwise()
     optimizer = make_optimizer(net, config)
@@ -994,11 +990,45 @@ def start(config, device, dtype, recipe, recompute, model_config, resume):
         before = notes["config"] | {"resume": config.resume}
         changed = [f"{k} {before.get(k)} -> {now}" for k, now in origin["config"].items() if now != before.get(k)]
         say(f"goes on from {resume}" + "; changed: " * bool(changed) + ", ".join(changed))
-    elif config.init_from and not hf_folder(config.init_from):
+    elif folder := hf_folder(config.init_from):
+        fill_from_hf(net, folder)
+    elif config.init_from:
         load_checkpoint(find_checkpoint(config.init_from), {"model": state["model"]})
     batches, val_batches = together(open_data, config, encoding, resume)
     check_ranks_agree(batches.identity)
     return Run(device, net, layout, optimizer, encoding, batches, val_batches, counts, origin)
+
+
+def build(model_config, layout, device, seed):
+    """A model with the weights of this seed, which no rank ever holds whole: it is cut before it gets memory."""
+    with torch.device("meta"):
+        net = Model(model_config, layout and layout.experts.get_group("ep"))
+    shard(net, layout)
+    net.to_empty(device=device)
+    torch.manual_seed(seed)  # the same weights on every rank
+    net.init_weights(copy_part)
+    return net
+
+
+@torch.no_grad()
+def copy_part(p, values):
+    """Into a parameter, what this rank holds of its values."""
+    if isinstance(p, DTensor):
+        values = distribute_tensor(values, p.device_mesh, p.placements, src_data_rank=None)  # nothing is sent
+    local(p).copy_(local(values))
+
+
+def fill_from_hf(net, folder):
+    """A checkpoint of Hugging Face, for a sharded model by way of a whole one on the host, but for other ranks' experts."""
+    if not isinstance(net, FSDPModule):
+        return together(model.fill_from_hf, net, folder)
+    with torch.device("meta"):
+        whole = Model(net.config, net.ep)
+    together(model.fill_from_hf, whole.to_empty(device="cpu"), folder)
+    for ours, theirs in zip(net.parameters(), whole.parameters()):
+        copy_part(ours, theirs.detach().to(local(ours).device))
+    for ours, theirs in zip(net.buffers(), whole.buffers()):
+        ours.copy_(theirs)
 
 
 def open_tokenizer(config, model_config, resume):
