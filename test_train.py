@@ -697,7 +697,7 @@ def test_all_ranks_skip_a_non_finite_step(micro, value, ranks, said, moments):  
 
 
 def killed_in_save(config, when, rank):
-    """Trains until a rank dies by kill -9 in the save of step 4: before its part is written, or after, or in publishing."""
+    """Trains until a rank dies by kill -9 in the save of step 4: before its part is written, after, or in publishing."""
     save, publish = state_dict_saver.save, train.Saver.publish
 
     def die(step, now):

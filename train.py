@@ -24,7 +24,8 @@ There is little state. The learning rate is a pure function of the step; the dat
 draws are seeded by (seed, step, rank), so no generator's state has to be saved. The rest is weights, moments and three
 counters. On a CPU a run that was cut goes on bit for bit. A checkpoint is a folder <out_dir>/ckpt/<step>, written under
 another name while training goes on, and renamed when all ranks are done: what carries that name is complete, whenever a
-process was killed. Any number of ranks, in any layout, can read it. Its metadata, torch.distributed.checkpoint's, is a pickle: load only your own.
+process was killed. Any number of ranks, in any layout, can read it. Its metadata, torch.distributed.checkpoint's, is a
+pickle: load only your own.
 
 Many ranks
 ----------
@@ -124,8 +125,9 @@ class Config:
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHOICES = {"dtype": ("", "bf16", "fp32"), "schedule": ("cosine", "wsd"), "preset": ("", *PRESETS), "precision": RECIPES,
            "moments": MOMENTS}
-AT_LEAST = {"seq_len": 1, "batch_size": 1, "grad_accum": 1, "ep": 1, "fsdp": 1, "steps": 1, "lr": 0, "warmup": 0, "weight_decay": 0,
-            "grad_clip": 0, "max_bad_steps": 1, "eval_every": 0, "eval_steps": 1, "save_every": 0, "log_every": 1}
+AT_LEAST = {"seq_len": 1, "batch_size": 1, "grad_accum": 1, "ep": 1, "fsdp": 1, "steps": 1, "lr": 0, "warmup": 0,
+            "weight_decay": 0, "grad_clip": 0, "max_bad_steps": 1, "eval_every": 0, "eval_steps": 1, "save_every": 0,
+            "log_every": 1}
 # what a run that goes on from a checkpoint may change in its model: nothing that shapes a tensor or decides a route
 MAY_CHANGE = {"balance_rate", "balance_alpha", "mtp_weight", "max_seq_len", "rope_base", "yarn_factor", "yarn_origin",
               "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "norm_eps", "init_std"}
@@ -425,8 +427,11 @@ class Layout(typing.NamedTuple):
         if world_size() == 1:
             return None
         parts, names = max(fsdp // ep, 1), ("copies", "parts", "ep")
-        return cls(init_device_mesh(device.type, (world_size() // fsdp, fsdp), mesh_dim_names=names[:2]),
+        made = cls(init_device_mesh(device.type, (world_size() // fsdp, fsdp), mesh_dim_names=names[:2]),
                    init_device_mesh(device.type, (world_size() // (parts * ep), parts, ep), mesh_dim_names=names))
+        for group in (group for mesh in made for group in mesh.get_all_groups()):
+            dist.distributed_c10d._set_pg_timeout(PATIENCE, group)  # which a mesh does not hand on
+        return made
 
     def mesh(self, name):
         """Of the parameter of this name."""
@@ -506,7 +511,7 @@ def shard(net, layout):
     register_fsdp_forward_method(net, "generate")
 
 
-def planned_memory(net, layout, config):
+def planned_memory(net, config):
     """Bytes a rank's memory holds in a step, by what; left out is what a layer holds for the moment it computes.
 
     `gathered`: of what FSDP2 shards, the outermost parameters and their gradients whole, and of the largest layer two
@@ -526,10 +531,10 @@ def planned_memory(net, layout, config):
             "kept activations": config.batch_size * config.seq_len * sum(kept)}
 
 
-def layout_line(net, layout, config):
+def layout_line(net, config):
     """What the run's start says of its layout and memory."""
     copies = [world_size() // config.fsdp, world_size() // max(config.ep, config.fsdp)]
-    plan = planned_memory(net, layout, config)
+    plan = planned_memory(net, config)
     listed = ", ".join(f"{what} {size / 2**30:.3g}" for what, size in plan.items() if size)
     return (f"layout: dense parameters {copies[0]} copies x {config.fsdp} parts, experts {copies[1]} copies x"
             f" {max(config.fsdp // config.ep, 1)} parts x {config.ep} ranks; a rank plans for"
@@ -1019,7 +1024,7 @@ def copy_part(p, values):
 
 
 def fill_from_hf(net, folder):
-    """A checkpoint of Hugging Face, for a sharded model by way of a whole one on the host, but for other ranks' experts."""
+    """A checkpoint of Hugging Face; for a sharded model by way of a whole one on the host, less other ranks' experts."""
     if not isinstance(net, FSDPModule):
         return together(model.fill_from_hf, net, folder)
     with torch.device("meta"):
@@ -1063,7 +1068,7 @@ def train(run, config):
     known = f"is of {peak / 1e12:.0f} TFLOP/s dense BF16 each" if peak < math.inf else "reads 0: the peak is unknown"
     say(f"{size['total'] / 1e6:.2f} M parameters, {size['active'] / 1e6:.2f} M active; {run.net.recipe};"
         f" {world_size()} x {run.device.type}, {run.net.dtype}; MFU {known}")
-    say(layout_line(run.net, run.layout, config))
+    say(layout_line(run.net, config))
     together(begin_log, log, run, here=rank() == 0)
     every = {"eval": config.eval_every, "save": config.save_every, "log": config.log_every}
     seconds = 0.1 if sys.stderr.isatty() else 10  # between redraws
