@@ -722,7 +722,7 @@ def killed_in_save(config, when, rank):
 
 @pytest.mark.parametrize("when, rank", [("before", 1), ("after", 1), ("publishing", 0)])
 def test_kill_in_a_save_costs_no_checkpoint(micro, when, rank):  # [30]
-    answers = launch(killed_in_save, micro(steps=6, save_every=2), when, rank)
+    answers = launch(killed_in_save, micro(steps=6, save_every=2, fsdp=2), when, rank)
     assert answers[rank][0] == -signal.SIGKILL and answers[1 - rank][0] != 0
     assert checkpoints(micro().out_dir) == [2]
     ends = results(launch(train.main, micro(steps=6, save_every=2, resume="auto")))

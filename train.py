@@ -1125,7 +1125,7 @@ def main(config):
     """Trains as `config` says, alone or, where torchrun set WORLD_SIZE, as one rank of many.
 
     Returns the last row of the log with, over it, the counts step, skipped and bad_in_a_row; finished (False: a signal
-    came) and checkpoint, a path. ValueError, OSError and FloatingPointError carry one line for the user.
+    came) and checkpoint, a path. ValueError, OSError, FloatingPointError and MemoryError carry one line for the user.
     """
     with joined_ranks(config):
         *checked, model_config, resume = together(check, config)
