@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 import model as model_module
 import quant
-from model import PRESETS, RECOMPUTE_SCOPES, Model, ModelConfig, Router, combine, dispatch, fill_from_hf, hf_tensors, message_bytes, save_hf
+import test_model
+from model import PRESETS, RECOMPUTE_SCOPES, Layer, Model, ModelConfig, Router, combine, dispatch, fill_from_hf, hf_tensors, message_bytes, save_hf
 from quant import RECIPES, Recipe
 
 CONFIG = ModelConfig(
@@ -465,6 +466,37 @@ def check_the_readme_example():
     assert all(torch.equal(got[k], want[k]) for k in want)
 
 
+def check_what_is_kept(recipe):
+    """To the byte what model.kept_bytes says for the tokens that came, as test_model.py has it for one rank: no message."""
+    config, T, ranks = test_model.WIDE, test_model.BATCH * test_model.LENGTH, dist.get_world_size()
+    layer, run = test_model.build_part(Layer, config, False, world()), test_model.one_pass(8, 16, ALL[recipe], (), config)
+    torch.manual_seed(dist.get_rank())
+    x, saved, counts = torch.randn(T, config.hidden, requires_grad=True), {}, []
+    layer(x, run)  # from here on the weights' quantised copies exist
+
+    def pack(t):
+        saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    def combine(y, got, beside):
+        counts.extend([len(y), got.num_pairs, len(got.route.token_N)])
+        return inner(y, got, beside)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), test_model.Alive() as alive:
+        with patched(model_module, "combine", combine) as inner:
+            out = layer(x, run)
+    known = test_model.storages(list(layer.parameters()), list(layer.buffers()), run.rope)
+    left = alive.left(saved.keys() | known | test_model.storages(x, out), 512)
+    assert [dtype for dtype, _ in left.values()] == [torch.int32] * 2  # the route's
+    received, pairs, sent = counts
+    with patched(model_module, "tokens_received", lambda *_: received / T):
+        formula = T * sum(model_module.kept_bytes(config, ALL[recipe], ranks=ranks, element_size=4).values())
+    h = quant.bytes_per_row(2 * config.expert_width, ALL[recipe].save_h, 4)
+    formula += h * (pairs - T * config.top_k) + 4 * (sent - received)  # it takes each rank to get as much as it gives
+    total = sum(size for key, size in saved.items() if key not in known) + 4 * (T * ranks + sent)
+    assert abs(total - formula - T * (12 * config.top_k + 18)) <= 16, (total, formula)  # the router's, see test_model.py
+
+
 def check_the_bench():
     """bench.py comm's rows: the exchanges of each wire, with the bytes of the messages."""
     import bench
@@ -491,6 +523,8 @@ def checks(ranks):
         table[f"uneven, case 10, {name}"] = check_uneven_counts_case_10, name, rounds
     if four:
         return table | {f"gradients, two groups, {name}": (check_gradients_are_those_of_one_process, name, 2) for name in ("bf16", "mxfp4")}
+    for name in RECIPES:
+        table[f"kept, {name}"] = check_what_is_kept, name
     for name in ("bf16", "mxfp4"):
         table[f"gradients, bfloat16, {name}"] = check_gradients_are_those_of_one_process, name, 2, torch.bfloat16
         table[f"kernels, {name}"] = check_an_idle_rank_through_the_kernels, name
