@@ -614,11 +614,11 @@ def deep_gemm_grouped(a8, b8, sizes, out):
 # ---- comm ----
 
 # T tokens of each rank, and whose widths, experts and routing
-COMM_SHAPES = {"v3": (4096, model.PRESETS["v3"]), "v2-lite": (4096, model.PRESETS["v2-lite"]), "tiny": (64, model.PRESETS["tiny"])}
+COMM_SHAPES = {name: (T, model.PRESETS[name]) for name, T in (("v3", 4096), ("v2-lite", 4096), ("tiny", 64))}
 WIRES = {"bf16": RECIPES["bf16"], "fp8": RECIPES["fp8"], "fp4": RECIPES["mxfp4"],
          "fp4-fp8": dataclasses.replace(RECIPES["mxfp4"], wire="fp4-fp8")}
-COMM_COLUMNS = ("shape", "ranks", "tokens", "sent", "rows", "wire", "exchange", "ms", "mb", "mb_to_others", "gb_per_s", "times_bf16",
-                "device", "torch", "triton", "commit", "date")
+COMM_COLUMNS = ("shape", "ranks", "tokens", "sent", "rows", "wire", "exchange", "ms", "mb", "mb_to_others", "gb_per_s",
+                "times_bf16", "device", "torch", "triton", "commit", "date")
 
 
 def comm(args, flags):
@@ -643,12 +643,13 @@ def comm(args, flags):
     dist.init_process_group("nccl" if gpu else "gloo")
     first = dist.get_rank() == 0
     try:
-        with results_file(args.out, "comm", COMM_COLUMNS, True) if first else contextlib.nullcontext((None, None)) as (where, write):
+        table = results_file(args.out, "comm", COMM_COLUMNS, True) if first else contextlib.nullcontext((None, None))
+        with table as (where, write):
             for name, sent in itertools.product(names, ("once", "pairs")):
                 for row in comm_rows(name, sent):
                     if first:
-                        print(f"{name:8}{row['sent']:6}{row['wire']:8}{row['exchange']:20}{row['ms']:9.3f} ms {row['mb']:8.1f} MB "
-                              f"{row['gb_per_s']:7.1f} GB/s  {row['times_bf16']:.2f}x bf16", flush=True)
+                        print(f"{name:8}{row['sent']:6}{row['wire']:8}{row['exchange']:20}{row['ms']:9.3f} ms"
+                              f"{row['mb']:9.1f} MB {row['gb_per_s']:7.1f} GB/s  {row['times_bf16']:.2f}x bf16", flush=True)
                         write(row | where)
     finally:
         dist.destroy_process_group()

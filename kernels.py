@@ -1511,8 +1511,8 @@ def _place_pairs(ids, before, offsets, tile_shift, pair, row, n, num_rows, num_p
 
 @triton.jit
 def _sum_rows(y, y_row, row_of, out, H: tl.constexpr, PER: tl.constexpr, C: tl.constexpr):
-    """Expert rows y [M, H], y_row apart, back to tokens: out [T, H] is the sum of the rows in row_of [T, PER], -1 for none, in float32 and
-    in the order of slots."""
+    """Expert rows y [M, H], y_row apart, back to tokens: out [T, H] is the sum of the rows in row_of [T, PER], -1 for none, in
+    float32 and in the order of slots."""
     token, tile = _tile(H, C)
     at, c = token.to(tl.int64) * PER, _origin(tile, C) + tl.arange(0, C)
     total = tl.zeros((C,), tl.float32)

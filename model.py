@@ -448,8 +448,9 @@ def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup,
     # packed before their number is known, so that the GPU has work while the host waits for it
     rows = _take(quant.pack(x.format(recipe.dispatch), ids.int(), weights.detach()), token_N)
     counting.wait()
-    (sent, _), (received, pairs) = (zip(*counts) for counts in torch.stack([counts_R2, theirs_R2]).tolist())  # the host's one read
-    route = Route(group, token_N[:sum(sent)].clone(), row_TR, list(sent), list(received))
+    both_RC = torch.cat([counts_R2, theirs_R2], 1).tolist()  # the host's one read
+    sent, _, received, pairs = map(list, zip(*both_RC))
+    route = Route(group, token_N[:sum(sent)].clone(), row_TR, sent, received)
     way = []
     x, weights, ids, *payload = _Send.apply(x.x, weights, rows[:sum(sent)], route, recipe, way)
     first = group.rank() * local

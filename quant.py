@@ -928,7 +928,7 @@ def _sum_rows(y_MH: Tensor, groups: Groups) -> Tensor:
 
 
 def sum_rows(y_MH: Tensor, row_TK: Tensor) -> Tensor:
-    """[T, H]: each token's rows (-1: none) summed in float32 (or wider), slot by slot, so that every run adds in the same order."""
+    """[T, H]: each token's rows (-1: none) summed in float32 or wider, slot by slot, so that every run adds in the same order."""
     if _on_gpu(y_MH) and y_MH.dtype in (torch.bfloat16, torch.float32):
         return kernels.sum_rows(y_MH, row_TK)
     total = y_MH.new_zeros(len(row_TK), y_MH.shape[1], dtype=torch.promote_types(y_MH.dtype, torch.float32))
@@ -1117,8 +1117,8 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, re
     without one x is brought to the wire's format here, so that codes do not depend on where tokens come from.
     recompute: h is not kept but rebuilt, in full, by one FC1 GEMM from the bits that forward read, which are then what is kept
     of x, also where `save` is narrower. num_pairs: how many ids are not -1, where the caller knows; on a GPU memory is laid out
-    for that many, or for all. depart: called in backward with the gradients of x and weights as soon as they are there, before that
-    of w13; then x and weights must have no other reader. ValueError for shapes that do not fit.
+    for that many, or for all. depart: called in backward with the gradients of x and weights as soon as they are there, before
+    that of w13; then x and weights must have no other reader. ValueError for shapes that do not fit.
     """
     _check_call("experts", x, recipe)
     _check_experts(x, ids, weights, w13, w2)
