@@ -340,6 +340,7 @@ class Received(NamedTuple):
     weights: Tensor            # [N, K] float32 gate weights
     payload: quant.Fp8 | quant.Fp4 | None
     recipe: Recipe
+    num_pairs: int | None = None  # how many ids are not -1, if that is known and not all
 
 
 def dispatch(x: Activation, ids: Tensor, weights: Tensor) -> Received:
@@ -423,7 +424,8 @@ class MoE(nn.Module):
         """x [T, H], normed -> [T, H] and, in training, the balance losses [B]."""
         ids, weights, balance = self.router(x, run.batch)
         got = dispatch(x, ids, weights)
-        y = quant.experts(got.x, got.ids, got.weights, self.w13, self.w2, run.recipe, got.payload, "moe" in run.recompute)
+        y = quant.experts(got.x, got.ids, got.weights, self.w13, self.w2, run.recipe, got.payload, "moe" in run.recompute,
+                          got.num_pairs)
         y = combine(y, got)
         return y + self.shared(x, run) if self.shared is not None else y, balance
 
