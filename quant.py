@@ -744,14 +744,40 @@ class _RouterLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, norm):
         _save(ctx, weight, norm if norm is not None else x)
-        return x.to(weight.dtype) @ weight.t()
+        return _mm_of_parts(x, torch.cat(_parts(weight, 3))) if _splits(x, weight) else x.to(weight.dtype) @ weight.t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         weight, source = _saved(ctx)
         x = _RMSNorm.apply(*source, set())[0] if isinstance(source, Norm) else source
-        return (dy @ weight).to(x.dtype), dy.t() @ x.to(weight.dtype), None
+        if not _splits(x, weight):
+            return (dy @ weight).to(x.dtype), dy.t() @ x.to(weight.dtype), None
+        parts, (w_high, w_low) = _parts(dy, 3), _parts(weight, 2)
+        high, low, _ = parts
+        dx = torch.cat([high, high, low], 1) @ torch.cat([w_high, w_low, w_high])  # what is left out is below dx's rounding
+        return dx, _mm_of_parts(x.t(), torch.cat(parts, 1).t()).t(), None
+
+
+# The router multiplies in float32. Tensor cores multiply BF16 exactly and add in float32, and three BF16 hold a float32; x is BF16
+# as it is. So three BF16 GEMMs in one do it, ten times as fast as float32 units.
+
+def _splits(x: Tensor, weight: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.float32
+
+
+def _parts(x: Tensor, n: int) -> list[Tensor]:
+    """BF16 tensors whose sum is float32 x, for n = 3 to the last bit, but for the smallest numbers."""
+    parts = []
+    for _ in range(n):
+        parts.append(x.to(torch.bfloat16))
+        x = x - parts[-1]
+    return parts
+
+
+def _mm_of_parts(x: Tensor, parts: Tensor) -> Tensor:
+    """x [M, K] @ wᵀ [K, N] in float32, w being the sum of three parts [3 N, K]."""
+    return torch.mm(x, parts.t(), out_dtype=torch.float32).unflatten(1, (3, -1)).sum(1)
 
 
 def router_linear(x: Activation, weight: Tensor) -> Tensor:

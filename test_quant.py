@@ -888,6 +888,22 @@ def test_readers_of_one_activation_get_what_each_would_alone(recipe, rebuild, re
         assert same(x.format(name), make(plain) if name in (recipe.compute, recipe.save, wire) else None)
 
 
+@both_devices
+def test_router_in_three_bf16_parts(device, monkeypatch):
+    """BF16 GEMMs with float32 sums on the parts of float32 weights and gradients: as near to float64 as float32 is."""
+    if device == "cpu":  # which has no such GEMM
+        mm = torch.mm
+        monkeypatch.setattr(quant, "_splits", lambda *_: True)
+        monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: mm(a.to(out_dtype), b.to(out_dtype)))
+    x = gaussian(256, 384, seed=1).bfloat16().to(device).requires_grad_()
+    w, dy = (0.01 * gaussian(40, 384, seed=2)).to(device).requires_grad_(), (1e-6 * gaussian(256, 40, seed=3)).to(device)
+    y = quant.router_linear(quant.Activation(x, RECIPES["bf16"]), w)
+    dx, dw = torch.autograd.grad(y, (x, w), dy)
+    x, w, dy = (t.detach().double() for t in (x, w, dy))
+    for got, want, bound in ((y, x @ w.t(), 1e-6), (dx, dy @ w, 2.0**-9), (dw, dy.t() @ x, 1e-6)):
+        assert (got.double() - want).norm() <= bound * want.norm()
+
+
 @main_recipes
 @pytest.mark.parametrize("where", range(4))
 def test_nothing_non_finite_passes_through_a_layer_as_a_number(recipe, where):
