@@ -1399,6 +1399,64 @@ def test_a_carrier_has_no_memory_and_shows_at_once_when_taken_for_data():
 
 
 # -----------------------------------------------------------------------------
+# on a GPU: what the allocator holds, and a layer as a graph
+
+@CUDA
+def test_what_a_linear_keeps_of_a_large_input():  # CASE 23
+    w = torch.randn(128, 4096, device="cuda").requires_grad_()
+    recipe = replace(RECIPES["mxfp4"], save_h="fp4")
+    held = []
+    for _ in range(10):
+        before = torch.cuda.memory_allocated()
+        x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16).requires_grad_() * 1  # its leaf is not referred to
+        y = quant.linear(x, w, recipe)
+        del x
+        held.append(torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes())
+        node = y.grad_fn
+        y.backward(torch.ones_like(y))
+        del y
+        assert node is not None  # ctx is alive
+        w.grad = None
+        assert torch.cuda.memory_allocated() - before <= (0 if len(held) > 1 else 2**21), "nothing is left after backward"
+    assert held[-1] <= 17_825_792 * 1.05 and held[-1] == held[1]
+
+
+@CUDA
+@main_recipes
+def test_experts_as_a_cuda_graph(recipe):
+    """Forward and backward, captured once and replayed on other tokens and routes, give the bits of plain calls."""
+    T, E, K = 512, 8, 2
+    generator = torch.Generator("cuda").manual_seed(0)
+    new = lambda *size: torch.randn(*size, generator=generator, device="cuda")
+    w13, w2 = (new(*size).mul_(0.05).requires_grad_() for size in ((E, 512, 384), (E, 384, 256)))
+    x, p = new(T, 384).bfloat16().requires_grad_(), new(T, K).abs_().requires_grad_()
+    ids, dy = torch.zeros(T, K, dtype=torch.int32, device="cuda"), new(T, 384).bfloat16()
+
+    def both():
+        y = quant.experts(x, ids, p, w13, w2, recipe)
+        return y.detach(), *torch.autograd.grad(y, (x, p, w13, w2), dy)
+
+    def refill():
+        with torch.no_grad():
+            x.copy_(new(T, 384)), dy.copy_(new(T, 384)), p.copy_(new(T, K).abs_())
+            ids.copy_(new(T, E).topk(K).indices)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            refill(), both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for _ in range(2):
+        refill()
+        plain = [t.clone() for t in both()]
+        graph.replay()
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(captured, plain))
+
+
+# -----------------------------------------------------------------------------
 # errors
 
 def experts_call(name, shape):
