@@ -1536,6 +1536,16 @@ def _sum_rows(y, row_of, out, H: tl.constexpr, PER: tl.constexpr, C: tl.constexp
     tl.store(out + token.to(tl.int64) * H + c, total, mask=c < H)
 
 
+@triton.jit
+def _clear_empty_experts(out, offsets, size, BLOCK: tl.constexpr):
+    """Zeros where expert e, of `size` elements, owns no rows: offsets[e] == offsets[e + 1]."""
+    e, tile = _tile(size, BLOCK)
+    if tl.load(offsets + e) == tl.load(offsets + e + 1):
+        for start in tl.static_range(0, BLOCK, 1024):
+            n = _origin(tile, BLOCK) + start + tl.arange(0, 1024)
+            tl.store(out + e.to(tl.int64) * size + n, tl.zeros((1024,), out.dtype.element_ty), mask=n < size)
+
+
 # -----------------------------------------------------------------------------
 # FP8 GEMMs, in Gluon: grouped over experts, forward and Dgrad, and Wgrad; dense with one expert.
 #
@@ -2169,6 +2179,12 @@ def sum_rows(y, row):
     out, C = y.new_empty((T, H)), 1024
     _launch(_sum_rows, T * _cdiv(H, C), y, row, out, H, K, C, num_warps=1)
     return out
+
+
+def clear_empty_experts(out, offsets):
+    """out [E, ..]: zeros for experts whose rows offsets[e] : offsets[e + 1] are none; the rest stays. In place, contiguous."""
+    size, block = out[0].numel(), 2**16
+    _launch(_clear_empty_experts, len(out) * _cdiv(size, block), out, offsets, size, block)
 
 
 def _launch_gemm(a, a_scale, b, b_scale, experts, out, rows, N, K, group=16, wgrad=False, transpose=False, add=False):

@@ -549,14 +549,14 @@ def _grouped_wgrad(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, weight: Ten
     """The gradient of weight: out_ENK = a_NM @ b_KMᵀ over each expert's own M, added to weight.grad: see gradient_buffer."""
     if _fp8_wgrad(a, b, weight.dtype):
         return _fp8_wgrad_into(a, b, groups.offsets, weight)
-    out, accumulate = gradient_buffer(weight)
-    out_ENK = out.view(-1, *out.shape[-2:])
     a, b = _values(a, b)
     if a.dtype == torch.bfloat16 and a.is_cuda and a.shape[1]:
         # torch's grouped GEMM writes BF16 only, so sums are rounded once; and nothing where an expert has no rows
-        empty = (groups.offsets[1:] == groups.offsets[:-1])[:, None, None]
-        dw_ENK = F.grouped_mm(a, b.t(), offs=groups.offsets[1:]).masked_fill(empty, 0)
-        return out.add_(dw_ENK.view_as(out)) if accumulate else out.copy_(dw_ENK.view_as(out))
+        dw_ENK = F.grouped_mm(a, b.t(), offs=groups.offsets[1:])
+        kernels.clear_empty_experts(dw_ENK, groups.offsets)
+        return _wide_gradient(dw_ENK.view_as(weight), weight)
+    out, accumulate = gradient_buffer(weight)
+    out_ENK = out.view(-1, *out.shape[-2:])
     for e, (s, t) in enumerate(itertools.pairwise(groups.offsets.tolist())):
         dw = _product(a[:, s:t], b[:, s:t], out.dtype) if t > s else 0
         out_ENK[e] = out_ENK[e] + dw if accumulate else dw
@@ -567,8 +567,12 @@ def _wgrad(a: Tensor | Fp8, b: Tensor | Fp8, weight: Tensor) -> Tensor:
     """The same for a plain linear: out_NK = a_NM @ b_KMᵀ."""
     if _fp8_wgrad(a, b, weight.dtype):
         return _fp8_wgrad_into(a, b, None, weight)
-    dw = _product(*_values(a, b), weight.dtype)
-    return gradient_buffer(weight)[0].add_(dw) if _adds(weight) else dw
+    return _wide_gradient(_product(*_values(a, b), weight.dtype), weight)
+
+
+def _wide_gradient(dw: Tensor, weight: Tensor) -> Tensor:
+    """dw in weight's dtype, added to weight.grad: see gradient_buffer."""
+    return gradient_buffer(weight)[0].add_(dw) if _adds(weight) else dw.to(weight.dtype)
 
 
 def _fp8_wgrad(a: Tensor | Fp8, b: Tensor | Fp8, out: torch.dtype) -> bool:

@@ -581,6 +581,14 @@ def test_sum_rows(dtype):
     assert_same(flat([run("sum_rows", y, groups.row_TK.int())]), [quant._sum_rows(y, groups)])
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_clear_empty_experts(dtype):
+    """Those without rows, one in two blocks of a program's, and nothing else."""
+    out = torch.full((4, 5, 16411), math.nan, dtype=dtype, device=DEVICE)
+    kernels.clear_empty_experts(out, torch.tensor([0, 0, 128, 384, 384], dtype=torch.int32, device=DEVICE))
+    assert (out[0] == 0).all() and (out[3] == 0).all() and out[1:3].isnan().all()
+
+
 def adamw_case(sizes, generator):
     """Weights, gradients, moments, steps of 0, and what divides gradients; gradients are large and small."""
     new = lambda n: torch.randn(n, generator=generator)
@@ -937,6 +945,7 @@ def every_launch():
             yield "grouped_wgrad", [cols, dy, end[:3], out.mT.contiguous(), add], True
     yield "group_rows", [pair.view(32, 8), 256, 4096], False
     yield "sum_rows", [x, pair.view(32, 8)], False
+    yield "clear_empty_experts", [torch.empty(2, 256, 512, dtype=torch.bfloat16), experts], False
     moments = [torch.zeros(64, dtype=torch.bfloat16)]
     yield "adamw_bf16", [[p[:64]], [p[:64]], moments, moments, [p[0]], p[0], p[0], 0.1, 0.9, 0.95, 1e-8, 0.1], True
 
