@@ -30,6 +30,8 @@ Bytes that each kernel has to move, an element, with bfloat16 in; over the memor
   swiglu, an element of a     4 (of h)             1.03 + 2.06 (h in MXFP4: 1.06)    7.09 (6.09)
   swiglu_backward             2 + 2.06             2.06 + 2.06 + 1.03                9.22 (h in MXFP4: 8.22)
   sum_rows                    2 for each expert    2
+  token_losses                2                                                      2
+  logit_gradients             2                    2                                 4
   adamw_bf16                  4 + 4 + 4            4 + 4                             20 (float32 moments: 28)
 
 What costs beside bytes. An H100's memory delivers the bytes of an element in about the time in which its schedulers issue
@@ -74,6 +76,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 INF = tl.constexpr(0x7F800000)  # as float32 magnitude bits: from here on Inf and NaN
+INFINITE, NOT_A_NUMBER, LOWEST = tl.constexpr(math.inf), tl.constexpr(math.nan), tl.constexpr(-3.4028234663852886e38)
 NO_NUMBER = tl.constexpr(128)  # the exponent of Inf and NaN
 E4M3_NAN = tl.constexpr(0x7F)
 MX_NAN = tl.constexpr(255)
@@ -1805,6 +1808,38 @@ def _gemm(a_scale, a_step, b_scale, b_step, experts, a_desc, b_desc, c_desc, row
 
 
 # -----------------------------------------------------------------------------
+# cross entropy of bfloat16 logits, in float32 and without float32 logits in memory
+
+@triton.jit
+def _token_losses(logits, targets, loss, lse, V: tl.constexpr, C: tl.constexpr):
+    """Log-sum-exp of a row in one pass: each lane keeps its largest logit so far, and the sum of exponentials below that."""
+    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, C)
+    top, total = tl.full((C,), LOWEST, tl.float32), tl.zeros((C,), tl.float32)
+    for start in range(0, V, C):
+        x = _float(tl.load(logits + row * V + start + c, mask=start + c < V, other=-INFINITE))
+        higher = tl.maximum(top, x)
+        total = total * tl.exp(top - higher) + tl.exp(x - higher)
+        top = higher
+    most = tl.max(top, 0)
+    above = tl.log(tl.sum(total * tl.exp(top - most), 0))
+    target = tl.load(targets + row)
+    chosen = _float(tl.load(logits + row * V + target, mask=(target >= 0) & (target < V), other=NOT_A_NUMBER))
+    tl.store(lse + row, most + above)
+    tl.store(loss + row, tl.where(target == -100, 0.0, (most - chosen) + above))
+
+
+@triton.jit
+def _logit_gradients(logits, targets, lse, factor, V: tl.constexpr, C: tl.constexpr):
+    """In place: (softmax - one-hot of the target) * factor; zeros in a row that is ignored."""
+    row, tile = _tile(V, C)
+    c, target = tile * C + tl.arange(0, C), tl.load(targets + row)
+    at = logits + row.to(tl.int64) * V + c
+    p = tl.exp(_float(tl.load(at, mask=c < V, other=0)) - tl.load(lse + row))
+    d = tl.where(target == -100, 0.0, (p - (c == target).to(tl.float32)) * tl.load(factor))
+    tl.store(at, _bfloat16(d), mask=c < V)
+
+
+# -----------------------------------------------------------------------------
 # AdamW with moments in BF16, for all tensors of a group at once
 
 @triton.jit
@@ -2244,6 +2279,22 @@ def grouped_wgrad(a, a_scale, b, b_scale, offsets, out, accumulate=False):
         a, a_scale, b, b_scale = b, b_scale, a, a_scale
     _launch_gemm(a, a_scale, b, b_scale, offsets, out, len(a), len(b), M, wgrad=True, transpose=by_column[1], add=accumulate)
     return out
+
+
+def token_losses(logits, targets):
+    """logits [T, V] bfloat16, contiguous, targets [T] int64, -100: ignored -> cross entropies [T], 0 where ignored, and
+    log-sum-exps [T], both float32. The loss of a target that is no column is NaN."""
+    T, V = logits.shape
+    loss, lse = logits.new_empty((2, T), dtype=torch.float32)
+    _launch(_token_losses, T, logits, targets, loss, lse, V, 2048, num_warps=8)
+    return loss, lse
+
+
+def logit_gradients(logits, targets, lse, factor):
+    """What token_losses took and found -> its gradients times factor, float32 [], in the place of the logits."""
+    T, V = logits.shape
+    _launch(_logit_gradients, T * _cdiv(V, 2048), logits, targets, lse, factor, V, 2048)
+    return logits
 
 
 @functools.lru_cache(maxsize=8)

@@ -1126,3 +1126,25 @@ def _check_experts(x, ids, weights, w13, w2):
         named = {"x": x, "ids": ids, "weights": weights, "w13": w13, "w2": w2}
         shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in named.items())
         raise ValueError(f"experts takes x [T, H], ids and weights [T, K], w13 [E, 2I, H], w2 [E, H, I]; got {shapes}")
+
+
+# -----------------------------------------------------------------------------
+# the loss: nothing is quantised, but on a GPU a kernel spares the float32 logits
+
+def token_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropies [T], 0 where a target is -100, and log-sum-exps [T], in at least float32."""
+    if _on_gpu(logits_TV) and logits_TV.dtype == torch.bfloat16:
+        return kernels.token_losses(logits_TV.contiguous(), targets_T)
+    wide = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    lse_T = wide.logsumexp(-1)
+    return F.nll_loss(wide - lse_T[:, None], targets_T, reduction="none", ignore_index=-100), lse_T
+
+
+def logit_gradients(logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss: Tensor) -> Tensor:
+    """Gradients of the sum of token_losses, times dloss [], in logits' dtype; the logits may be overwritten."""
+    if _on_gpu(logits_TV) and logits_TV.dtype == torch.bfloat16:
+        return kernels.logit_gradients(logits_TV.contiguous(), targets_T, lse_T, dloss)
+    d = (logits_TV.to(lse_T.dtype) - lse_T[:, None]).exp_()
+    valid_T = targets_T != -100
+    d.scatter_add_(1, targets_T.clamp(min=0)[:, None], -valid_T.to(d.dtype)[:, None])
+    return (d * (dloss * valid_T)[:, None]).to(logits_TV.dtype)

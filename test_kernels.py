@@ -581,6 +581,22 @@ def test_sum_rows(dtype):
     assert_same(flat([run("sum_rows", y, groups.row_TK.int())]), [quant._sum_rows(y, groups)])
 
 
+@pytest.mark.parametrize("V", (384, 5003))
+def test_cross_entropy(V):
+    """Against float64 of the same bfloat16 logits; gradients are rounded once. Large logits, ignored and wrong targets."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (8 * torch.randn(6, V, generator=generator)).bfloat16()
+    logits[1], logits[2, 3], logits[4, 0] = -1e4, 3e38, math.nan
+    targets = torch.tensor([0, V - 1, 5, -100, 7, V])
+    wide = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(wide[:4], targets[:4], reduction="none")
+    losses.sum().backward()
+    got, lse = run("token_losses", logits, targets)
+    assert torch.allclose(got.cpu()[:4].double(), losses.detach(), rtol=1e-6, atol=1e-6) and got.cpu()[4:].isnan().all()
+    d = run("logit_gradients", logits.clone(), targets, lse, torch.tensor(0.5)).cpu().double()
+    assert ((d[:4] - wide.grad[:4] / 2).abs() <= wide.grad[:4].abs() * 2.0**-8 + 1e-9).all() and d[4].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 def test_clear_empty_experts(dtype):
     """Those without rows, one in two blocks of a program's, and nothing else."""
@@ -945,6 +961,8 @@ def every_launch():
             yield "grouped_wgrad", [cols, dy, end[:3], out.mT.contiguous(), add], True
     yield "group_rows", [pair.view(32, 8), 256, 4096], False
     yield "sum_rows", [x, pair.view(32, 8)], False
+    yield "token_losses", [x, end.long().repeat(16)], True
+    yield "logit_gradients", [x, end.long().repeat(16), p, p[0]], True
     yield "clear_empty_experts", [torch.empty(2, 256, 512, dtype=torch.bfloat16), experts], False
     moments = [torch.zeros(64, dtype=torch.bfloat16)]
     yield "adamw_bf16", [[p[:64]], [p[:64]], moments, moments, [p[0]], p[0], p[0], 0.1, 0.9, 0.95, 1e-8, 0.1], True

@@ -1398,6 +1398,20 @@ def test_a_carrier_has_no_memory_and_shows_at_once_when_taken_for_data():
     assert bool(quant.experts(quant.carrier(x.detach()), ids, weights, w13, w2).isnan().all())  # no payload
 
 
+@both_devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_token_losses_and_their_gradients(device, dtype):
+    logits = (4 * gaussian(9, 300, seed=1)).to(device, dtype)
+    targets = torch.tensor([0, 299, -100, 5, 5, 7, -100, 100, 1], device=device)
+    wide = logits.double().requires_grad_()
+    want = F.cross_entropy(wide, targets, reduction="none")
+    (3 * want.sum()).backward()
+    losses, lse = quant.token_losses(logits, targets)
+    d = quant.logit_gradients(logits.clone(), targets, lse, torch.tensor(3.0, device=device, dtype=lse.dtype))
+    assert torch.allclose(losses.double(), want, rtol=1e-6, atol=1e-6) and d.dtype == dtype
+    assert ((d - wide.grad).abs() <= wide.grad.abs() * (2.0**-8 if dtype == torch.bfloat16 else 1e-5) + 1e-8).all()
+
+
 # -----------------------------------------------------------------------------
 # on a GPU: what the allocator holds, and a layer as a graph
 
