@@ -521,8 +521,10 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor):
     """out += a @ b; a CPU rounds what BF16 operands give to BF16 before."""
     if a.dtype == out.dtype:
         out.addmm_(a, b)
+    elif out.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
-        out += torch.mm(a, b, out_dtype=out.dtype) if out.is_cuda else a @ b
+        out += a @ b
 
 
 class Model(nn.Module):
