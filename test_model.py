@@ -733,12 +733,14 @@ def test_cross_entropy_against_float64(chunks_of_16, length, ignored, dtype, bou
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("whole", [False, True], ids=["activations", "parameters too"])
-def test_cross_entropy_of_one_chunk_is_pytorchs_bit_for_bit(dtype, whole):
+def test_cross_entropy_of_one_chunk_is_pytorchs(dtype, whole):
+    """To the rounding of a gradient: here exp(x - lse), there exp(log_softmax(x))."""
     x, targets = head_batch(100, (3, 99), dtype)
     net = build().to(dtype if whole else torch.float32)
     other = copy.deepcopy(net)
     for _ in range(2):  # the second one adds to .grad
-        assert_same(head_gradients(in_chunks, net, x, targets), head_gradients(all_at_once, other, x, targets))
+        ours, theirs = head_gradients(in_chunks, net, x, targets), head_gradients(all_at_once, other, x, targets)
+        assert_close(ours, theirs, 1e-6 if dtype == torch.float32 else 2.0**-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
