@@ -4,6 +4,8 @@
     python bench.py plot out/a out/b --out=curves.png
     python bench.py kernels --shapes=v3,v2,v2-lite                              needs a Hopper GPU
     python bench.py gemm                                                        needs a Hopper GPU
+    python bench.py layer --shapes=v3,v2,v2-lite                                needs a Hopper GPU
+    python bench.py train --shapes=v3 --recompute='none;attn,norm,moe'          needs a Hopper GPU
     torchrun --nproc_per_node=2 bench.py comm                                   needs a GPU a process
 
 Loss. Does a narrower format cost accuracy? Two seeds of one format end farther apart than two formats do, so formats
@@ -28,8 +30,10 @@ import contextlib
 import csv
 import dataclasses
 import functools
+import gc
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -45,10 +49,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import model
 import quant
-import train
+import train as trainer
+from model import PRESETS
 from quant import RECIPES
 
 COLUMNS = ("precision", "seed", "steps", "val_loss", "val_loss_quantized", "seconds", "device", "torch", "triton",
@@ -104,12 +110,12 @@ def loss(args, flags):
     Any flag of train.py may follow. Leaves a folder a run, loss.csv and loss.png in --out. Run again, it does what is
     missing: finished runs stay, one that was cut goes on.
     """
-    usual = train.parse_flags(flags)
+    usual = trainer.parse_flags(flags)
     seeds, precisions = args.seeds.split(","), args.precisions.split(",")
     if not all(seed.isdigit() for seed in seeds):
         raise ValueError(f"--seeds={args.seeds} is no comma list of whole numbers.")
-    if unknown := set(precisions) - set(train.RECIPES):
-        raise ValueError(f"--precisions: there is no {min(unknown)}; choose among {', '.join(train.RECIPES)}.")
+    if unknown := set(precisions) - set(trainer.RECIPES):
+        raise ValueError(f"--precisions: there is no {min(unknown)}; choose among {', '.join(trainer.RECIPES)}.")
     pyplot()  # rather missing now than after hours
     if taken := {word.partition("=")[0] for word in flags} & {"--precision", "--seed", "--out_dir", "--resume"}:
         raise ValueError(f"bench.py loss sets {min(taken)} itself: use --precisions, --seeds and --out.")
@@ -122,7 +128,7 @@ def loss(args, flags):
                 print(f"---- {precision}, seed {seed} ----")
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / "environment.json").write_text(json.dumps(environment()))
-                if not train.main(config)["finished"]:
+                if not trainer.main(config)["finished"]:
                     raise KeyboardInterrupt
     rows = table(args.out)
     print(summary(rows))
@@ -253,14 +259,11 @@ def kernels(args, flags):
 
     One row a kernel in --out, results/<card>/kernels.csv if not given.
     """
-    if flags:
-        raise ValueError(f"bench.py kernels has no flag {flags[0]}: see bench.py kernels --help.")
-    if unknown := set(args.shapes.split(",")) - set(SHAPES):
-        raise ValueError(f"--shapes: there is no {min(unknown)}; choose among {', '.join(SHAPES)}.")
+    names = shape_names(args, flags, SHAPES)
     with results_file(args.out, "kernels", KERNEL_COLUMNS) as (where, write):
         copy = copy_speed()
         print(f"{where['device']}: a copy moves {copy:.2f} TB/s (read + write)")
-        for shape in args.shapes.split(","):
+        for shape in names:
             for groups in ("balanced", "jittered"):
                 for row in kernel_rows(shape, groups, copy):
                     times = f"  {row['times_pair']:.2f}x {row['pair']}" if row["times_pair"] else ""
@@ -268,6 +271,16 @@ def kernels(args, flags):
                     print(f"{shape:8}{groups:9}{row['kernel']:34}{row['us']:9.1f} us {share}"
                           f" {row['host_us']:6.1f} us host{times}", flush=True)
                     write(row | {"copy_tb_per_s": round(copy, 3)} | where)
+
+
+def shape_names(args, flags, known):
+    """The names of --shapes. ValueError for one that is not known, and for any flag left over."""
+    names = args.shapes.split(",")
+    if flags:
+        raise ValueError(f"bench.py {args.work.__name__} has no flag {flags[0]}: see bench.py {args.work.__name__} --help.")
+    if unknown := set(names) - set(known):
+        raise ValueError(f"--shapes: there is no {min(unknown)}; choose among {', '.join(known)}.")
+    return names
 
 
 @contextlib.contextmanager
@@ -335,7 +348,7 @@ def host_us(work, launches=20):
 
 def route(shape, groups):
     """ids [T, slots] on the GPU: in V3's case most slots are empty, as where experts are spread over 32 ranks."""
-    T, slots, E, _, _, pairs = SHAPES[shape]
+    T, slots, E, _, _, pairs = LAYER_SHAPES[shape]
     g = torch.Generator().manual_seed(0)
     wanted = torch.ones(E) if groups == "balanced" else 0.7 + 0.6 * torch.rand(E, generator=g)
     # the largest of E exponential races: without replacement, experts wanted more come first more often
@@ -502,11 +515,7 @@ def gemm(args, flags):
     All of a shape take turns, so that they run equally hot: an H200 at work is held to 700 W, not to a clock. The roof is
     scaled_mm with one scale a tensor, 8192 x 7168 x 2048, in the same turns. One row a GEMM in --out, results/<card>/gemm.csv
     if not given."""
-    if flags:
-        raise ValueError(f"bench.py gemm has no flag {flags[0]}: see bench.py gemm --help.")
-    names = args.shapes.split(",")
-    if unknown := set(names) - set(GEMM_SHAPES):
-        raise ValueError(f"--shapes: there is no {min(unknown)}; choose among {', '.join(GEMM_SHAPES)}.")
+    names = shape_names(args, flags, GEMM_SHAPES)
     with results_file(args.out, "gemm", GEMM_COLUMNS) as (where, write):
         for name in names:
             for groups in ("balanced", "jittered"):
@@ -584,14 +593,13 @@ def whole_layer(rows):
 
 def scaled_mm_loop(a8, b8, sizes):
     """A call of one F.scaled_mm (cuBLASLt) an expert, 1x128 by 128x128: what torch offers today. Scales are laid out before:
-    1 along M for A; 1 along K for B, columns a multiple of four apart, as cuBLASLt wants them."""
+    stride 1 along M for A; stride 1 along K for B, of whose blocks it wants a multiple of four."""
     from torch.nn.functional import ScalingType
 
     (a, a_scale), (b, b_scale), bounds = a8, b8, [0, *itertools.accumulate(sizes)]
     padded = F.pad(b_scale, (0, -b_scale.shape[2] % 4))
-    args = [(a[s:t], b[e].t(), a_scale[s:t].t().contiguous().t(), ScalingType.BlockWise1x128,
-             padded[e, :, : b_scale.shape[2]].t(), ScalingType.BlockWise128x128)
-            for e, (s, t) in enumerate(itertools.pairwise(bounds)) if t > s]
+    args = [(a[s:t], b[e].t(), a_scale[s:t].t().contiguous().t(), ScalingType.BlockWise1x128, padded[e].t(),
+             ScalingType.BlockWise128x128) for e, (s, t) in enumerate(itertools.pairwise(bounds)) if t > s]
     return lambda: [F.scaled_mm(*six, output_dtype=torch.bfloat16) for six in args]
 
 
@@ -611,14 +619,407 @@ def deep_gemm_grouped(a8, b8, sizes, out):
     return work
 
 
+# ---- layer ----
+
+LAYER_SHAPES = {**SHAPES, "v3-all": (4096, 8, 8, 7168, 2048, 32768)}  # as SHAPES; v3-all: every token on all 8 experts
+LAYER_COLUMNS = ("shape", "groups", "layer", "forward_us", "us", "tflops", "times_grouped_mm", "times_bf16", "times_fp8",
+                 "float32_us", "float32_times_grouped_mm", "weights_us", "kept_bytes_a_row", "device", "torch", "triton",
+                 "commit", "date")
+LAYERS = {"bf16": RECIPES["bf16"], "fp8": RECIPES["fp8"], "mxfp4": RECIPES["mxfp4"],
+          "mxfp4, h in fp4": dataclasses.replace(RECIPES["mxfp4"], save_h="fp4")}
+
+
+def layer(args, flags):
+    """Times routed experts, forward and backward, in each recipe beside a plain PyTorch layer on BF16 F.grouped_mm.
+
+    Weights are quantised before (weights_us says in what time); their gradients are BF16 and not added to anything, or, in the
+    columns float32, added to float32 ones. Quantising x and dy is counted. The plain layer compiles its elementwise parts and is
+    given its permutation, which ours makes in forward and again in backward. Bytes kept are what the allocator holds between
+    forward and backward, but for the output, over the token-expert pairs. One row a layer in --out, results/<card>/layer.csv if
+    not given."""
+    names = shape_names(args, flags, LAYER_SHAPES)
+    with results_file(args.out, "layer", LAYER_COLUMNS) as (where, write):
+        for name in names:
+            for groups in ("balanced", "jittered"):
+                for row in layer_rows(name, groups):
+                    print(f"{name:8}{groups:9}{row['layer']:18}{row['us']:8.0f} us {row['tflops']:5.0f} TFLOP/s"
+                          f"  {row['times_grouped_mm']:.2f}x grouped_mm  {row['times_bf16']:.2f}x bf16"
+                          f"  {row['times_fp8']:.3f}x fp8  float32 {row['float32_us']:.0f} us"
+                          f" {row['float32_times_grouped_mm']:.2f}x  kept {row['kept_bytes_a_row']:.0f} B a row", flush=True)
+                    write(row | where)
+
+
+def layer_rows(shape, groups):
+    T, slots, E, H, I, pairs = LAYER_SHAPES[shape]
+    ids = route(shape, groups)
+    new = lambda *size, scale=1.0, dtype=torch.bfloat16: torch.randn(*size, device="cuda", dtype=dtype).mul_(scale)
+    weights_like = lambda dtype: [new(*size, scale=size[-1] ** -0.5, dtype=dtype).requires_grad_()
+                                  for size in ((E, 2 * I, H), (E, H, I))]
+    x, dy, p = new(T, H).requires_grad_(), new(T, H), torch.rand(T, slots, device="cuda").requires_grad_()
+    forwards = {"grouped_mm": plain_layer(ids, E)} | {
+        name: functools.partial(recipe_layer, ids, pairs, recipe) for name, recipe in LAYERS.items()}
+    narrow, wide = weights_like(torch.bfloat16), {}
+    for compute in ("bf16", "fp8"):  # apart, since a weight's last copy alone is remembered
+        wide[compute] = weights_like(torch.float32)
+        for weight in wide[compute]:
+            weight.grad = torch.zeros_like(weight)
+    works = []
+    for name, forward in forwards.items():
+        works += [functools.partial(forward, x, p, *narrow), functools.partial(there_and_back, forward, x, p, narrow, dy)]
+        master = wide["fp8" if name in LAYERS and LAYERS[name].compute == "fp8" else "bf16"]
+        works += [functools.partial(there_and_back, forward, x, p, narrow if name == "grouped_mm" else master, dy,
+                                    [weight.grad for weight in master])]
+    us = take_turns(works, 12)
+    us = {name: us[3 * i : 3 * i + 3] for i, name in enumerate(forwards)}
+    for name, (forward_us, both_us, float32_us) in us.items():
+        compute = LAYERS[name].compute if name in LAYERS else "bf16"
+        yield {"shape": shape, "groups": groups, "layer": name, "forward_us": round(forward_us, 1), "us": round(both_us, 1),
+               "tflops": round(18 * pairs * H * I / both_us / 1e6, 1),
+               "times_grouped_mm": round(us["grouped_mm"][1] / both_us, 3), "times_bf16": round(us["bf16"][1] / both_us, 3),
+               "times_fp8": round(us["fp8"][1] / both_us, 3), "float32_us": round(float32_us, 1),
+               "float32_times_grouped_mm": round(us["grouped_mm"][2] / float32_us, 3),
+               "weights_us": round(median_us(lambda: [quant._weight_copies(w.detach(), compute, torch.bfloat16)
+                                                      for w in wide[compute]]), 1),
+               "kept_bytes_a_row": round(kept_between(forwards[name], x, p, narrow) / pairs)}
+
+
+def recipe_layer(ids, pairs, recipe, x, p, w13, w2):
+    return quant.experts(x, ids, p, w13, w2, recipe, num_pairs=pairs)
+
+
+def plain_layer(ids, E):
+    """What one would write in plain PyTorch: gather, grouped_mm, SwiGLU times the gate weight, grouped_mm, add up.
+
+    Experts' rows are padded to 8, as grouped_mm's backward wants; where each pair goes is worked out here, once."""
+    pair_P = (ids.flatten() >= 0).nonzero().squeeze(1)
+    expert_P, order_P = ids.flatten()[pair_P].sort(stable=True)
+    counts = torch.bincount(expert_P, minlength=E)
+    ends = ((counts + 7) // 8 * 8).cumsum(0)
+    row_P = torch.arange(len(pair_P), device=ids.device) + (ends - counts.cumsum(0) - (-counts % 8))[expert_P]
+    pair_M = torch.full((int(ends[-1]),), -1, device=ids.device).index_copy_(0, row_P, pair_P[order_P])
+    token_M, real_M, ends = pair_M.clamp(min=0) // ids.shape[1], (pair_M >= 0)[:, None], ends.int()
+
+    @functools.partial(torch.compile, dynamic=True)
+    def swiglu(h, p):
+        gate, up = h.chunk(2, -1)
+        return F.silu(gate) * up * p
+
+    def forward(x, p, w13, w2):
+        p_M = (p.flatten()[pair_M.clamp(min=0)][:, None] * real_M).bfloat16()
+        a = swiglu(F.grouped_mm(x[token_M], w13.mT, offs=ends), p_M)
+        return torch.zeros_like(x).index_add_(0, token_M, F.grouped_mm(a, w2.mT, offs=ends))
+
+    return forward
+
+
+def there_and_back(forward, x, p, weights, dy, added_to=None):
+    """Forward and backward; gradients of the weights are dropped, or end in `added_to`, what .grad is, or is added to it."""
+    forward(x, p, *weights).backward(dy)
+    x.grad = p.grad = None
+    if added_to is None or weights[0].dtype != torch.float32:
+        for weight, total in zip(weights, added_to or weights):
+            if added_to is not None:
+                total.add_(weight.grad)
+            weight.grad = None
+
+
+def kept_between(forward, x, p, weights):
+    """Bytes that the allocator holds after forward, beyond the output and what was there before."""
+    for _ in range(2):  # the first call may leave something for all later ones
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        mine = x * 1  # autograd refers to no leaf, so what it does not keep is freed
+        y = forward(mine, p, *weights)
+        del mine
+        held = torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes()
+        del y
+    return held
+
+
+# ---- train ----
+
+# What one rank does of models whose experts are spread over many: (ranks, sequences of a micro-batch, what is cut). Cut are
+# layers, and of V3's and V2's vocabulary all but the share of one of eight ranks.
+SLICES = {"v3": (32, 1, dict(n_layers=6, n_dense=0, vocab_size=129280 // 8)),
+          "v2": (8, 1, dict(n_layers=6, n_dense=0, vocab_size=102400 // 8)), "v2-lite": (4, 4, {})}
+SEQ_LEN = 4096
+SCOPES = "none;norm;norm,mla_up;attn,norm,mlp;attn,norm,moe"
+TRAIN_COLUMNS = ("shape", "layers", "precision", "recompute", "in_flight", "tokens", "layers_tokens_per_s", "tokens_per_s",
+                 "layers_times_bf16", "layers_times_fp8", "layers_half_width", "times_bf16", "times_fp8", "half_width",
+                 "layers_ms", "head_ms", "weights_ms", "optimizer_ms", "step_ms", "step_share_of_parts", "peak_gib", "kept_bytes",
+                 "kept_bytes_formula", "limit_gib", "device", "torch", "triton", "commit", "date")
+PRECISIONS = ("bf16", "fp8", "mxfp4")
+
+
+def train(args, flags):
+    """Times slices of V3, V2 and V2-Lite in each precision and recompute scope: layers alone, and whole optimizer steps.
+
+    A slice does what one expert-parallel rank does, with that rank's experts: as many tokens arrive as would from all ranks (they
+    are copies of its own), a fixed plan sends each expert as many, and the partial sums of all ranks are added up at home. Only
+    the network is missing. A step is --in_flight forwards, as many backwards, clipping, AdamW with BF16 moments, the balance
+    update and quantising the weights. The precisions take turns; ratios are means over the turns, with half of their 95 % interval.
+    Bytes kept are a token's and a layer's. One row a precision and scope in --out, results/<card>/train.csv if not given.
+    """
+    names = shape_names(args, flags, SLICES)
+    for scope in args.recompute.split(";"):
+        if unknown := set(scope.split(",")) - {"none", *model.RECOMPUTE_SCOPES}:
+            raise ValueError(f"--recompute: there is no {min(unknown)}; scopes are lists like {SCOPES}.")
+    with results_file(args.out, "train", TRAIN_COLUMNS) as (where, write):
+        if args.memory_gb:
+            torch.cuda.set_per_process_memory_fraction(min(args.memory_gb * 1e9 / torch.cuda.mem_get_info()[1], 1.0))
+        for name in names:
+            part = Slice(name, args.layers, args.in_flight)
+            for scope in args.recompute.split(";"):
+                for row in slice_rows(part, scope, args.rounds):
+                    row |= {"shape": name, "limit_gib": args.memory_gb and round(args.memory_gb * 1e9 / 2**30, 1)}
+                    print(slice_line(row), flush=True)
+                    write(row | where)
+            del part
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def slice_line(row):
+    line = f"{row['shape']:8}{row['recompute']:15}{row['precision']:6}"
+    if row["tokens_per_s"] is None:
+        return line + " does not fit"
+    times = lambda prefix: " ".join(f"{row[prefix + 'times_' + other] or math.nan:.3f}x {other}" for other in ("bf16", "fp8"))
+    return (f"{line} layers {row['layers_tokens_per_s']:8.0f} tok/s {times('layers_')}  step {row['tokens_per_s']:8.0f} tok/s"
+            f" {times('')}, {row['step_share_of_parts']:.3f} of its parts  {row['peak_gib']:6.1f} GiB"
+            f"  kept {row['kept_bytes']:.0f} B, by formula {row['kept_bytes_formula']:.0f}")
+
+
+class Slice:
+    """One rank's part of a model, its optimizer, and --in_flight micro-batches of random tokens."""
+
+    def __init__(self, name, layers, in_flight):
+        self.ranks, sequences, cut = SLICES[name]
+        self.config = dataclasses.replace(PRESETS[name], **cut | ({"n_layers": layers} if layers else {}))
+        self.net = one_ranks_model(self.config, self.ranks)
+        self.optimizer = trainer.make_optimizer(self.net, trainer.Config(moments="bf16", lr=1e-6))
+        tokens = torch.randint(self.config.vocab_size, (in_flight, sequences, SEQ_LEN + 1), device="cuda")
+        self.micro_batches = [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
+        self.tokens = self.micro_batches[0][0].numel()
+        self.gradient = 1e-4 * torch.randn(self.tokens, self.config.hidden, device="cuda", dtype=torch.bfloat16)
+        plan = Plan(self.config, self.ranks, self.tokens)
+        model.dispatch, model.combine = plan.dispatch, plan.combine
+
+    def layers(self):
+        """Forward and backward of all micro-batches through the layers; nothing is left of it."""
+        outputs = [self.net.trunk(tokens)[0] for tokens, _ in self.micro_batches]
+        while outputs:
+            outputs.pop(0).backward(self.gradient)
+        self.optimizer.zero_grad()
+
+    def head(self):
+        x = torch.randn(self.tokens, self.config.hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for _, targets in self.micro_batches:
+            self.net.cross_entropy(x, self.net.norm, targets).backward()
+        self.optimizer.zero_grad()
+
+    def quantise_weights(self):
+        quant.new_epoch()
+        for p in self.net.parameters():
+            if p in quant._copies:
+                quant.weight_operands(p, self.net.recipe.compute, torch.bfloat16)
+
+    def update(self):
+        """What follows on the gradients of a step, which are left as they were."""
+        parameters = list(self.net.parameters())
+        clip_grads_with_norm_(parameters, 1.0, get_total_norm([p.grad for p in parameters]))
+        self.optimizer.step()
+        self.net.update_balance()
+
+    def step(self):
+        losses = [self.net(*batch, self.tokens * len(self.micro_batches))[1] for batch in self.micro_batches]
+        while losses:
+            losses.pop(0).backward()
+        self.update()
+        self.optimizer.zero_grad()
+
+    def kept(self):
+        """Bytes that one micro-batch keeps between forward and backward, a token and layer."""
+        before = torch.cuda.memory_allocated()
+        x, balance = self.net.trunk(self.micro_batches[0][0])
+        held = torch.cuda.memory_allocated() - before - x.untyped_storage().nbytes()
+        return held / self.tokens / self.config.n_layers
+
+
+def one_ranks_model(config, ranks):
+    """A Model on the GPU that holds the experts of one of so many ranks, with random weights."""
+    with torch.device("meta"):
+        net = model.Model(config)
+        for part in net.modules():
+            if isinstance(part, model.MoE):
+                for name in ("w13", "w2"):
+                    setattr(part, name, torch.nn.Parameter(getattr(part, name)[: config.n_experts // ranks]))
+    net.to_empty(device="cuda")
+    for p in net.parameters():
+        torch.nn.init.normal_(p, std=config.init_std) if p.dim() > 1 else torch.nn.init.ones_(p)
+    for b in net.buffers():
+        b.zero_()
+    net.dtype = torch.bfloat16
+    return net
+
+
+class Plan:
+    """Where a rank's tokens go, the same in every layer and step, in the place of model.dispatch and model.combine.
+
+    Each of T tokens is sent to m or m + 1 ranks, as many in all as `tokens_received` says. All its top_k experts are spread over
+    those; each of a rank's experts gets as many. The messages a rank sends stand for those it receives: there are as many."""
+
+    def __init__(self, config, ranks, T):
+        E, K, g = config.n_experts // ranks, config.top_k, torch.Generator().manual_seed(0)
+        received = round(T * model.tokens_received(config, ranks))
+        self.messages_T = torch.full((T,), received // T)
+        self.messages_T[torch.randperm(T, generator=g)[: received % T]] += 1
+        token_N = torch.arange(T).repeat_interleave(self.messages_T)
+        slot_N = torch.arange(received) - (self.messages_T.cumsum(0) - self.messages_T)[token_N]
+        row_TK = torch.full((T, K), -1)
+        row_TK[token_N, slot_N] = torch.arange(received)
+        message_TK = torch.arange(K) % self.messages_T[:, None]  # choice i goes with message i, the rest with the first ones
+        row_P = row_TK.gather(1, message_TK).flatten()  # [T * K] message of each choice
+        ids_NK, pair_NK = torch.full((received, K), -1), torch.full((received, K), -1)
+        place_P = torch.arange(K).repeat(T) // self.messages_T.repeat_interleave(K)  # its place in the message
+        first_N = torch.arange(received) % E  # places of one message take neighbouring experts: each gets as many
+        ids_NK[row_P, place_P] = (first_N[row_P] + place_P) % E
+        pair_NK[row_P, place_P] = torch.arange(T * K)
+        self.num_pairs, self.token_N, self.ids_NK = T * K, token_N.cuda(), ids_NK.int().cuda()
+        self.row_TK, self.pair_NK = row_TK.int().cuda(), pair_NK.cuda()
+        self.place_TK = (row_P * K + place_P).view(T, K).cuda()  # of each choice among [N, K]
+
+    def dispatch(self, x, ids, weights, *_):
+        weights_NK = Weigh.apply(weights, self)
+        payload = x.format(x.recipe.dispatch) if x.recipe.dispatch != "bf16" else None
+        arrived = payload and type(payload)(*(t[self.token_N] for t in as_bytes(payload)))
+        if arrived and arrived.data.dtype != payload.data.dtype:
+            arrived = arrived._replace(data=arrived.data.view(payload.data.dtype))
+        x_NH = Arrive.apply(x.x, self, payload is None)
+        return model.Received(x_NH, self.ids_NK, weights_NK, arrived, x.recipe, self.num_pairs)
+
+    def combine(self, y, received, beside=None):
+        y = Return.apply(y, self, received.payload is None)
+        return y + beside() if beside is not None else y
+
+
+def as_bytes(q):
+    """Data and scales, FP8 codes as bytes, which torch can index."""
+    return q._replace(data=q.data.view(torch.uint8))
+
+
+class Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weights, plan):
+        ctx.plan = plan
+        return weights.flatten()[plan.pair_NK.clamp(min=0)].masked_fill_(plan.pair_NK < 0, 0)
+
+    @staticmethod
+    def backward(ctx, dweights):
+        return dweights.flatten()[ctx.plan.place_TK], None
+
+
+class Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, plan, in_full):
+        ctx.plan = plan
+        return x[plan.token_N] if in_full else quant.carrier(x[:1].expand(len(plan.token_N), -1))
+
+    @staticmethod
+    def backward(ctx, dx):
+        return kernels_module().sum_rows(dx, ctx.plan.row_TK), None, None
+
+
+class Return(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, plan, in_full):
+        ctx.plan, ctx.in_full = plan, in_full
+        return kernels_module().sum_rows(y, plan.row_TK)
+
+    @staticmethod
+    def backward(ctx, dy):
+        token_N = ctx.plan.token_N
+        if ctx.in_full:
+            return dy[token_N], None, None
+        q = as_bytes(quant.quantize_fp8_rows(dy))
+        wire = quant.Fp8(q.data[token_N].view(torch.float8_e4m3fn), q.scale[token_N])
+        return quant.carrier(dy[:1].expand(len(token_N), -1), wire), None, None
+
+
+def kernels_module():
+    import kernels
+
+    return kernels
+
+
+def slice_rows(part, scope, rounds):
+    """The rows of one scope: all precisions that fit, by turns."""
+    net, found = part.net, {name: [] for name in PRECISIONS}
+    net.recompute = frozenset(scope.split(",")) - {"none"}
+    works = {"layers": part.layers, "head": part.head, "weights": part.quantise_weights, "step": part.step}
+    kept, peak = {}, {}
+    for _ in range(rounds):
+        for name in list(found):
+            net.recipe = RECIPES[name]
+            try:
+                part.step()  # kernels are compiled, memory is found
+                part.quantise_weights()
+                kept[name] = part.kept()
+                torch.cuda.reset_peak_memory_stats()
+                ms = {what: gpu_ms(work) for what, work in works.items()}
+                peak[name] = torch.cuda.max_memory_allocated() / 2**30
+                for p in net.parameters():
+                    p.grad = torch.zeros_like(p)
+                ms["optimizer"] = gpu_ms(part.update)
+                found[name].append(ms)
+            except torch.OutOfMemoryError:
+                found.pop(name)
+                torch.cuda.empty_cache()
+            part.optimizer.zero_grad()
+    for name in PRECISIONS:
+        yield slice_row(part, scope, name, found, kept.get(name), peak.get(name))
+
+
+def slice_row(part, scope, name, found, kept, peak):
+    config, tokens = part.config, part.tokens * len(part.micro_batches)
+    row = dict.fromkeys(TRAIN_COLUMNS[:-5]) | {"layers": config.n_layers, "precision": name, "recompute": scope,
+                                               "in_flight": len(part.micro_batches), "tokens": tokens}
+    if name not in found:
+        return row
+    ms = {what: statistics.median(turn[what] for turn in found[name]) for what in found[name][0]}
+    for what, prefix in (("layers", "layers_"), ("step", "")):
+        for other in {"bf16", "fp8"} & set(found):
+            ratios = [theirs[what] / ours[what] for theirs, ours in zip(found[other], found[name])]
+            row[f"{prefix}times_{other}"] = round(statistics.fmean(ratios), 4)
+            if other == "fp8" and len(ratios) > 1:
+                row[f"{prefix}half_width"] = round(1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5, 4)
+    parts = sum(ms[what] for what in ("layers", "head", "weights", "optimizer"))
+    formula = [sum(model.kept_bytes(config, RECIPES[name], part.net.recompute, part.ranks, dense=i < config.n_dense).values())
+               for i in range(config.n_layers)]
+    return row | {f"{what}_ms": round(ms[what], 2) for what in ms} | {
+        "layers_tokens_per_s": round(1e3 * tokens / ms["layers"], 1), "tokens_per_s": round(1e3 * tokens / ms["step"], 1),
+        "step_share_of_parts": round(parts / ms["step"], 4), "peak_gib": round(peak, 2), "kept_bytes": round(kept),
+        "kept_bytes_formula": round(statistics.fmean(formula))}
+
+
+def gpu_ms(work):
+    """Milliseconds from the first to the last kernel of a call, the host's delays included; work before it has ended."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    work()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
 # ---- comm ----
 
 # T tokens of each rank, and whose widths, experts and routing
-COMM_SHAPES = {"v3": (4096, model.PRESETS["v3"]), "v2-lite": (4096, model.PRESETS["v2-lite"]), "tiny": (64, model.PRESETS["tiny"])}
+COMM_SHAPES = {name: (T, PRESETS[name]) for name, T in (("v3", 4096), ("v2-lite", 4096), ("tiny", 64))}
 WIRES = {"bf16": RECIPES["bf16"], "fp8": RECIPES["fp8"], "fp4": RECIPES["mxfp4"],
          "fp4-fp8": dataclasses.replace(RECIPES["mxfp4"], wire="fp4-fp8")}
-COMM_COLUMNS = ("shape", "ranks", "tokens", "sent", "rows", "wire", "exchange", "ms", "mb", "mb_to_others", "gb_per_s", "times_bf16",
-                "device", "torch", "triton", "commit", "date")
+COMM_COLUMNS = ("shape", "ranks", "tokens", "sent", "rows", "wire", "exchange", "ms", "mb", "mb_to_others", "gb_per_s",
+                "times_bf16", "device", "torch", "triton", "commit", "date")
 
 
 def comm(args, flags):
@@ -630,11 +1031,7 @@ def comm(args, flags):
     columns; dispatch's backward brings dx and the weights' gradients home. mb: what a rank sends; gb_per_s: of what goes to
     others. One row an exchange in --out, results/<card>/comm.csv if not given. Without GPUs it runs on gloo, for tests.
     """
-    if flags:
-        raise ValueError(f"bench.py comm has no flag {flags[0]}: see bench.py comm --help.")
-    names = args.shapes.split(",")
-    if unknown := set(names) - set(COMM_SHAPES):
-        raise ValueError(f"--shapes: there is no {min(unknown)}; choose among {', '.join(COMM_SHAPES)}.")
+    names = shape_names(args, flags, COMM_SHAPES)
     if "RANK" not in os.environ:
         raise ValueError("bench.py comm measures what goes between ranks: start it with torchrun --nproc_per_node=2 or more.")
     gpu = torch.cuda.is_available()
@@ -643,12 +1040,13 @@ def comm(args, flags):
     dist.init_process_group("nccl" if gpu else "gloo")
     first = dist.get_rank() == 0
     try:
-        with results_file(args.out, "comm", COMM_COLUMNS, True) if first else contextlib.nullcontext((None, None)) as (where, write):
+        table = results_file(args.out, "comm", COMM_COLUMNS, True) if first else contextlib.nullcontext((None, None))
+        with table as (where, write):
             for name, sent in itertools.product(names, ("once", "pairs")):
                 for row in comm_rows(name, sent):
                     if first:
-                        print(f"{name:8}{row['sent']:6}{row['wire']:8}{row['exchange']:20}{row['ms']:9.3f} ms {row['mb']:8.1f} MB "
-                              f"{row['gb_per_s']:7.1f} GB/s  {row['times_bf16']:.2f}x bf16", flush=True)
+                        print(f"{name:8}{row['sent']:6}{row['wire']:8}{row['exchange']:20}{row['ms']:9.3f} ms"
+                              f"{row['mb']:9.1f} MB {row['gb_per_s']:7.1f} GB/s  {row['times_bf16']:.2f}x bf16", flush=True)
                         write(row | where)
     finally:
         dist.destroy_process_group()
@@ -842,7 +1240,8 @@ def main(words):
     parser = argparse.ArgumentParser("bench.py", description=__doc__.partition("\n\nLoss.")[0], allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for work in (loss, plot, kernels, gemm, comm):
+    tables = {kernels: SHAPES, gemm: GEMM_SHAPES, layer: LAYER_SHAPES, train: SLICES, comm: COMM_SHAPES}
+    for work in (loss, plot, kernels, gemm, layer, train, comm):
         command = commands.add_parser(work.__name__, help=work.__doc__.partition("\n")[0], description=work.__doc__,
                                       allow_abbrev=False)
         command.set_defaults(work=work)
@@ -850,15 +1249,16 @@ def main(words):
             command.add_argument("--precisions", default="bf16,fp8,mxfp4", help="comma list [bf16,fp8,mxfp4]")
             command.add_argument("--seeds", default="0,1", help="comma list [0,1]")
             command.add_argument("--out", type=Path, default=Path("out/loss"), help="folder of all runs [out/loss]")
-        elif work is kernels:
-            command.add_argument("--shapes", default="v3,v2,v2-lite", help="comma list [v3,v2,v2-lite]")
-            command.add_argument("--out", type=Path, help="the table [results/<card>/kernels.csv]")
-        elif work is gemm:
-            command.add_argument("--shapes", default=",".join(GEMM_SHAPES), help=f"comma list [{','.join(GEMM_SHAPES)}]")
-            command.add_argument("--out", type=Path, help="the table [results/<card>/gemm.csv]")
-        elif work is comm:
-            command.add_argument("--shapes", default="v3,v2-lite", help="comma list of v3, v2-lite, tiny [v3,v2-lite]")
-            command.add_argument("--out", type=Path, help="the table [results/<card>/comm.csv]")
+        elif work in tables:
+            shapes = ",".join(name for name in tables[work] if name != "tiny")  # that is for tests
+            command.add_argument("--shapes", default=shapes, help=f"comma list [{shapes}]")
+            command.add_argument("--out", type=Path, help=f"the table [results/<card>/{work.__name__}.csv]")
+            if work is train:
+                command.add_argument("--recompute", default=SCOPES, help=f"scopes, with ; between them [{SCOPES}]")
+                command.add_argument("--in_flight", type=int, default=1, help="micro-batches forward before one backward [1]")
+                command.add_argument("--layers", type=int, default=0, help="layers; 0: 6 of V3 and V2, all of V2-Lite [0]")
+                command.add_argument("--memory_gb", type=float, default=0, help="use no more of the GPU, 80 for an H100 [all]")
+                command.add_argument("--rounds", type=int, default=4, help="turns of each precision [4]")
         else:
             command.add_argument("out_dir", type=Path, nargs="+", help="folder of a run of train.py")
             command.add_argument("--out", type=Path, default=Path("curves.png"), help="the PNG to write [curves.png]")

@@ -30,6 +30,9 @@ Bytes that each kernel has to move, an element, with bfloat16 in; over the memor
   swiglu, an element of a     4 (of h)             1.03 + 2.06 (h in MXFP4: 1.06)    7.09 (6.09)
   swiglu_backward             2 + 2.06             2.06 + 2.06 + 1.03                9.22 (h in MXFP4: 8.22)
   sum_rows                    2 for each expert    2
+  token_losses                2                                                      2
+  logit_gradients             2                    2                                 4
+  adamw_bf16                  4 + 4 + 4            4 + 4                             20 (float32 moments: 28)
 
 What costs beside bytes. An H100's memory delivers the bytes of an element in about the time in which its schedulers issue
 20 instructions for it, so instructions count: elements are handled in pairs, fours and eights of a 32-bit word.
@@ -57,6 +60,7 @@ inside a tile R rows, C columns. `x_row`, `x_col` are strides in elements.
 """
 
 import functools
+import itertools
 import math
 
 import torch
@@ -72,6 +76,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 INF = tl.constexpr(0x7F800000)  # as float32 magnitude bits: from here on Inf and NaN
+INFINITE, NOT_A_NUMBER, LOWEST = tl.constexpr(math.inf), tl.constexpr(math.nan), tl.constexpr(-3.4028234663852886e38)
 NO_NUMBER = tl.constexpr(128)  # the exponent of Inf and NaN
 E4M3_NAN = tl.constexpr(0x7F)
 MX_NAN = tl.constexpr(255)
@@ -246,6 +251,15 @@ def _float(x):
         return _from_bits(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     else:
         return x.to(tl.float32)
+
+
+@triton.jit
+def _bfloat16(x):
+    """float32 -> bfloat16, to nearest even."""
+    if INTERPRET:
+        return (_rounded(x) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(tl.bfloat16)
 
 
 @triton.jit
@@ -1511,8 +1525,8 @@ def _place_pairs(ids, before, offsets, tile_shift, pair, row, n, num_rows, num_p
 
 @triton.jit
 def _sum_rows(y, y_row, row_of, out, H: tl.constexpr, PER: tl.constexpr, C: tl.constexpr):
-    """Expert rows y [M, H], y_row apart, back to tokens: out [T, H] is the sum of the rows in row_of [T, PER], -1 for none, in float32 and
-    in the order of slots."""
+    """Expert rows y [M, H], y_row apart, back to tokens: out [T, H] is the sum of the rows in row_of [T, PER], -1 for none, in
+    float32 and in the order of slots."""
     token, tile = _tile(H, C)
     at, c = token.to(tl.int64) * PER, _origin(tile, C) + tl.arange(0, C)
     total = tl.zeros((C,), tl.float32)
@@ -1521,8 +1535,18 @@ def _sum_rows(y, y_row, row_of, out, H: tl.constexpr, PER: tl.constexpr, C: tl.c
         if row >= 0:
             total += _float(tl.load(y + row.to(tl.int64) * y_row + c, mask=c < H, other=0))
     if out.dtype.element_ty == tl.bfloat16:
-        total = (_rounded(total) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        total = _bfloat16(total)
     tl.store(out + token.to(tl.int64) * H + c, total, mask=c < H)
+
+
+@triton.jit
+def _clear_empty_experts(out, offsets, size, BLOCK: tl.constexpr):
+    """Zeros where expert e, of `size` elements, owns no rows: offsets[e] == offsets[e + 1]."""
+    e, tile = _tile(size, BLOCK)
+    if tl.load(offsets + e) == tl.load(offsets + e + 1):
+        for start in tl.static_range(0, BLOCK, 1024):
+            n = _origin(tile, BLOCK) + start + tl.arange(0, 1024)
+            tl.store(out + e.to(tl.int64) * size + n, tl.zeros((1024,), out.dtype.element_ty), mask=n < size)
 
 
 # -----------------------------------------------------------------------------
@@ -1781,6 +1805,76 @@ def _gemm(a_scale, a_step, b_scale, b_step, experts, a_desc, b_desc, c_desc, row
         (_multiply, (1, c_desc, shared, TRANSPOSE, ADD, STAGES, BUFS, EARLY)),
         (_load_tiles, (a_desc, b_desc, shared, a_scale, a_step, b_scale, b_step, experts, where, WGRAD, ADD, STAGES)),
     ], [4, 1], [232, 40])
+
+
+# -----------------------------------------------------------------------------
+# cross entropy of bfloat16 logits, in float32 and without float32 logits in memory
+
+@triton.jit
+def _token_losses(logits, targets, loss, lse, V: tl.constexpr, C: tl.constexpr):
+    """Log-sum-exp of a row in one pass: each lane keeps its largest logit so far, and the sum of exponentials below that."""
+    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, C)
+    top, total = tl.full((C,), LOWEST, tl.float32), tl.zeros((C,), tl.float32)
+    for start in range(0, V, C):
+        x = _float(tl.load(logits + row * V + start + c, mask=start + c < V, other=-INFINITE))
+        higher = tl.maximum(top, x)
+        total = total * tl.exp(top - higher) + tl.exp(x - higher)
+        top = higher
+    most = tl.max(top, 0)
+    above = tl.log(tl.sum(total * tl.exp(top - most), 0))
+    target = tl.load(targets + row)
+    chosen = _float(tl.load(logits + row * V + target, mask=(target >= 0) & (target < V), other=NOT_A_NUMBER))
+    tl.store(lse + row, most + above)
+    tl.store(loss + row, tl.where(target == -100, 0.0, (most - chosen) + above))
+
+
+@triton.jit
+def _logit_gradients(logits, targets, lse, factor, V: tl.constexpr, C: tl.constexpr):
+    """In place: (softmax - one-hot of the target) * factor; zeros in a row that is ignored."""
+    row, tile = _tile(V, C)
+    c, target = tile * C + tl.arange(0, C), tl.load(targets + row)
+    at = logits + row.to(tl.int64) * V + c
+    p = tl.exp(_float(tl.load(at, mask=c < V, other=0)) - tl.load(lse + row))
+    d = tl.where(target == -100, 0.0, (p - (c == target).to(tl.float32)) * tl.load(factor))
+    tl.store(at, _bfloat16(d), mask=c < V)
+
+
+# -----------------------------------------------------------------------------
+# AdamW with moments in BF16, for all tensors of a group at once
+
+@triton.jit
+def _pointer(table, i, kind: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where tensor i keeps its weights (kind 0, float32), gradients (1, float32), moments (2 and 3, bfloat16) or step (4)."""
+    address = tl.load(table + i * 5 + kind)
+    if kind == 2 or kind == 3:
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.float32))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@triton.jit
+def _adamw_bf16(table, sizes, first_tile, tensor_of_tile, divisor, skip, lr, beta1, beta2, eps, decay, BLOCK: tl.constexpr,
+                ALIGNED: tl.constexpr):
+    if tl.load(skip) != 0:
+        return
+    tile = tl.program_id(0)
+    i = tl.load(tensor_of_tile + tile)
+    start, n = (tile - tl.load(first_tile + i)).to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
+    size = tl.load(sizes + i)
+    inside = _below(start, n, tl.multiple_of(size, 16) if ALIGNED else size)
+    w_ptr, m_ptr = _pointer(table, i, 0, ALIGNED) + start + n, _pointer(table, i, 2, ALIGNED) + start + n
+    v_ptr = _pointer(table, i, 3, ALIGNED) + start + n
+    step = tl.load(_pointer(table, i, 4, False))
+    w, g = tl.load(w_ptr, mask=inside), tl.load(_pointer(table, i, 1, ALIGNED) + start + n, mask=inside) / tl.load(divisor)
+    m, v = _float(tl.load(m_ptr, mask=inside)), _float(tl.load(v_ptr, mask=inside))
+    m += (g - m) * (1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
+    small1, small2 = 1 - tl.exp2(step * tl.log2(beta1)), 1 - tl.exp2(step * tl.log2(beta2))  # moments began at 0
+    w = w * (1 - lr * decay) - lr / small1 * m / (tl.sqrt(v / small2) + eps)
+    tl.store(w_ptr, w, mask=inside)
+    tl.store(m_ptr, _bfloat16(m), mask=inside)
+    tl.store(v_ptr, _bfloat16(v), mask=inside)
 
 
 # -----------------------------------------------------------------------------
@@ -2123,6 +2217,12 @@ def sum_rows(y, row):
     return out
 
 
+def clear_empty_experts(out, offsets):
+    """out [E, ..]: zeros for experts whose rows offsets[e] : offsets[e + 1] are none; the rest stays. In place, contiguous."""
+    size, block = out[0].numel(), 2**16
+    _launch(_clear_empty_experts, len(out) * _cdiv(size, block), out, offsets, size, block)
+
+
 def _launch_gemm(a, a_scale, b, b_scale, experts, out, rows, N, K, group=16, wgrad=False, transpose=False, add=False):
     """a [.., K] with a scale for each row and 128 of K, b [.., K] with one for each 128x128 tile, out [E, .., ..]."""
     a_scale, b_scale = _along_rows(a_scale), _along_rows(b_scale) if wgrad else b_scale.contiguous()
@@ -2180,3 +2280,42 @@ def grouped_wgrad(a, a_scale, b, b_scale, offsets, out, accumulate=False):
         a, a_scale, b, b_scale = b, b_scale, a, a_scale
     _launch_gemm(a, a_scale, b, b_scale, offsets, out, len(a), len(b), M, wgrad=True, transpose=by_column[1], add=accumulate)
     return out
+
+
+def token_losses(logits, targets):
+    """logits [T, V] bfloat16, contiguous, targets [T] int64, -100: ignored -> cross entropies [T], 0 where ignored, and
+    log-sum-exps [T], both float32. The loss of a target that is no column is NaN."""
+    T, V = logits.shape
+    loss, lse = logits.new_empty((2, T), dtype=torch.float32)
+    _launch(_token_losses, T, logits, targets, loss, lse, V, 2048, num_warps=8)
+    return loss, lse
+
+
+def logit_gradients(logits, targets, lse, factor):
+    """What token_losses took and found -> its gradients times factor, float32 [], in the place of the logits."""
+    T, V = logits.shape
+    _launch(_logit_gradients, T * _cdiv(V, 2048), logits, targets, lse, factor, V, 2048)
+    return logits
+
+
+@functools.lru_cache(maxsize=8)
+def _tiles_of(sizes, block, device):
+    """For tensors of so many elements: sizes int64 and first tile of each, and the tensor of each tile."""
+    tiles = torch.tensor([_cdiv(n, block) for n in sizes])
+    first = (tiles.cumsum(0) - tiles).int()
+    owner = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(tiles)
+    return [t.to(device) for t in (torch.tensor(sizes), first, owner)]
+
+
+def adamw_bf16(weights, grads, first_moments, second_moments, steps, divisor, skip, lr, beta1, beta2, eps, weight_decay):
+    """One AdamW step (decoupled decay) of lists of contiguous tensors, in place: weights and gradients float32, moments
+    bfloat16, steps float32 [], already counting this one. One launch; moments are float32 in between, and rounded once.
+
+    divisor float32 []: of gradients, which stay as they are; skip float32 []: not 0 leaves everything as it is."""
+    lists, block, device = (weights, grads, first_moments, second_moments, steps), 2048, weights[0].device
+    rows = [[t.data_ptr() for t in one] for one in zip(*lists)]
+    table = torch.tensor(rows, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    counts = tuple(t.numel() for t in weights)
+    aligned = not any(n % 16 for n in itertools.chain(counts, *(row[:4] for row in rows)))
+    _launch(_adamw_bf16, sum(_cdiv(n, block) for n in counts), table, *_tiles_of(counts, block, device), divisor, skip, lr, beta1,
+            beta2, eps, weight_decay, block, aligned, num_warps=8)

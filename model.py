@@ -448,8 +448,9 @@ def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup,
     # packed before their number is known, so that the GPU has work while the host waits for it
     rows = _take(quant.pack(x.format(recipe.dispatch), ids.int(), weights.detach()), token_N)
     counting.wait()
-    (sent, _), (received, pairs) = (zip(*counts) for counts in torch.stack([counts_R2, theirs_R2]).tolist())  # the host's one read
-    route = Route(group, token_N[:sum(sent)].clone(), row_TR, list(sent), list(received))
+    both_RC = torch.cat([counts_R2, theirs_R2], 1).tolist()  # the host's one read
+    sent, _, received, pairs = map(list, zip(*both_RC))
+    route = Route(group, token_N[:sum(sent)].clone(), row_TR, sent, received)
     way = []
     x, weights, ids, *payload = _Send.apply(x.x, weights, rows[:sum(sent)], route, recipe, way)
     first = group.rank() * local
@@ -672,31 +673,31 @@ LOGIT_BYTES = 2**29  # float32 logits of so many bytes at once: 1024 tokens of V
 class _CrossEntropy(torch.autograd.Function):
     """Cross entropy of logits x weightᵀ, summed over valid targets, for a chunk of tokens at a time; x is norm's output.
 
-    Keeps nothing of its own: backward computes the logits again, a third more of the head's arithmetic and under 1 % of a V3
+    Keeps a number a token: backward computes the logits again, a third more of the head's arithmetic and under 1 % of a V3
     step's. Gradients taken in forward would spare that, but hold a float32 [Vo, H] each (V3: 3.7 GB, with MTP twice) until
     backward brings their factor, just when memory is fullest."""
 
     @staticmethod
     def forward(ctx, x, weight, targets_T, norm):
         *tensors, ctx.eps = norm
-        ctx.save_for_backward(weight, targets_T, *tensors)
-        read = quant.weight_operands(weight, "bf16", x.dtype)[0]
-        return torch.stack([_summed_loss(quant.linear(x_CH, read), targets_C)
-                            for x_CH, targets_C in _chunks(len(weight), x, targets_T)]).sum()
+        read, losses, lses = quant.weight_operands(weight, "bf16", x.dtype)[0], [], []
+        for x_CH, targets_C in _chunks(len(weight), x, targets_T):
+            loss_C, lse_C = quant.token_losses(x_CH @ read.t(), targets_C)
+            losses, lses = [*losses, loss_C.sum()], [*lses, lse_C]
+        ctx.save_for_backward(weight, targets_T, torch.cat(lses), *tensors)
+        return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        weight, targets_T, *norm = ctx.saved_tensors
+        weight, targets_T, lse_T, *norm = ctx.saved_tensors
         x = quant.rms_norm(*norm, ctx.eps, RECIPES["bf16"]).x
         dx, dw, read = torch.empty_like(x), None, quant.weight_operands(weight, "bf16", x.dtype)[0]
         if ctx.needs_input_grad[1]:
             dw, accumulate = quant.gradient_buffer(weight)
             dw = dw if accumulate else dw.zero_()
-        for x_CH, targets_C, dx_CH in _chunks(len(weight), x, targets_T, dx):
-            logits = quant.linear(x_CH, read).requires_grad_()
-            with torch.enable_grad():
-                dlogits, = torch.autograd.grad(_summed_loss(logits, targets_C), logits, dloss)
+        for x_CH, targets_C, lse_C, dx_CH in _chunks(len(weight), x, targets_T, lse_T, dx):
+            dlogits = quant.logit_gradients(x_CH @ read.t(), targets_C, lse_C, dloss)
             torch.mm(dlogits, read, out=dx_CH)
             if dw is not None:
                 _add_product(dw, dlogits.t(), x_CH)
@@ -704,24 +705,20 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _chunks(vocab_size: int, *of_tokens: Tensor):
-    """Tensors [T, ..] cut alike into chunks of about equal length, whose float32 logits take LOGIT_BYTES at most."""
+    """Tensors [T, ..] cut alike into chunks of about equal length, whose logits take LOGIT_BYTES in float32 at most."""
     longest = max(LOGIT_BYTES // (4 * vocab_size), 1)
     count = max(-(-len(of_tokens[0]) // longest), 1)  # no tokens: one empty chunk
     return zip(*(t.chunk(count) for t in of_tokens))
-
-
-def _summed_loss(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """In at least float32; -100 is ignored."""
-    wide = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    return F.cross_entropy(wide, targets_T, ignore_index=-100, reduction="sum")
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor):
     """out += a @ b; a CPU rounds what BF16 operands give to BF16 before."""
     if a.dtype == out.dtype:
         out.addmm_(a, b)
+    elif out.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
-        out += torch.mm(a, b, out_dtype=out.dtype) if out.is_cuda else a @ b
+        out += a @ b
 
 
 class Model(nn.Module):
@@ -1277,4 +1274,5 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, recompute: frozenset = froze
     rows["h"] = 0 if "moe" in recompute else c.top_k * size(2 * c.expert_width, recipe.save_h)
     rows["h, shared"] = 0 if "mlp" in recompute or not c.n_shared else size(2 * c.n_shared * c.expert_width, recipe.save_h)
     rows["routing"] = tokens * c.top_k * 8 + c.n_experts * 4  # ids and weights where experts are, scores at home
+    rows["routing"] += 4 * (ranks + tokens) if ranks > 1 else 0  # which rows went where: Route
     return rows

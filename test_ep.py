@@ -1,8 +1,8 @@
 """
 Tests of expert parallelism: gloo processes on one machine, compared with one process that does all ranks' work itself.
 
-Processes are started once for each number of ranks and run every check in turn; each check is a test of its own. One process
-takes the ranks' sequences as micro-batches, so that what enters the first expert layer is the same to a bit.
+Processes are started once for each number of ranks and run every check in turn; each check is a test of its own. One
+process takes the ranks' sequences as micro-batches, so that what enters the first expert layer is the same to a bit.
 """
 
 import contextlib
@@ -24,14 +24,17 @@ from torch.utils._pytree import tree_leaves
 
 import model as model_module
 import quant
-from model import PRESETS, RECOMPUTE_SCOPES, Model, ModelConfig, Router, combine, dispatch, fill_from_hf, hf_tensors, message_bytes, save_hf
+import test_model
+from model import PRESETS, RECOMPUTE_SCOPES, Layer, Model, ModelConfig, Router
+from model import combine, dispatch, fill_from_hf, hf_tensors, message_bytes, save_hf
 from quant import RECIPES, Recipe
 
 CONFIG = ModelConfig(
-    vocab_size=61, n_layers=2, n_dense=1, hidden=128, dense_width=96, n_heads=2, nope_dim=32, rope_dim=32, v_dim=64, q_lora=64,
-    kv_lora=32, n_experts=8, n_shared=1, top_k=3, expert_width=64, n_groups=4, top_groups=2, max_seq_len=64, init_std=0.1, mtp=True)
-ALL = {**RECIPES, "fp4-fp8": replace(RECIPES["mxfp4"], wire="fp4-fp8"), "fp8-fp8": replace(RECIPES["fp8"], wire="fp8-fp8"),
-       "bf16, wire in fp8": Recipe(wire="fp8")}
+    vocab_size=61, n_layers=2, n_dense=1, hidden=128, dense_width=96, n_heads=2, nope_dim=32, rope_dim=32, v_dim=64,
+    q_lora=64, kv_lora=32, n_experts=8, n_shared=1, top_k=3, expert_width=64, n_groups=4, top_groups=2, max_seq_len=64,
+    init_std=0.1, mtp=True)
+ALL = {**RECIPES, "fp4-fp8": replace(RECIPES["mxfp4"], wire="fp4-fp8"),
+       "fp8-fp8": replace(RECIPES["fp8"], wire="fp8-fp8"), "bf16, wire in fp8": Recipe(wire="fp8")}
 SEQUENCES, LENGTH = 2, 16  # of each rank
 
 
@@ -63,12 +66,12 @@ def step(net, *pairs):
 
 
 def summed(net, mine):
-    """A rank's gradients -> the whole step's: summed over all ranks, but experts' over the groups that hold the same."""
-    experts, mine = {id(p) for p in net.expert_parameters()}, {k: g.clone() for k, g in mine.items()}
-    parameters, place = dict(net.named_parameters()), dist.get_rank() % net.ep.size()
-    same = [dist.new_group([r for r in range(dist.get_world_size()) if r % net.ep.size() == i]) for i in range(net.ep.size())]
+    """A rank's gradients -> the whole step's: summed over all ranks, but experts' over those that hold the same."""
+    experts, size, ranks = {id(p) for p in net.expert_parameters()}, net.ep.size(), range(dist.get_world_size())
+    parameters, mine = dict(net.named_parameters()), {k: g.clone() for k, g in mine.items()}
+    same = [dist.new_group([r for r in ranks if r % size == place]) for place in range(size)][dist.get_rank() % size]
     for k, g in mine.items():
-        dist.all_reduce(g, group=same[place] if k != "loss" and id(parameters[k]) in experts else None)
+        dist.all_reduce(g, group=same if k != "loss" and id(parameters[k]) in experts else None)
     return mine
 
 
@@ -149,7 +152,7 @@ def check_weights_are_those_of_one_process():
 
 
 def check_experts_read_the_codes_of_one_process(recipe):
-    """In the first expert layer, bit for bit: each token once, in the order of ranks and tokens, with its local experts."""
+    """In the first expert layer, bit for bit: each token once, by rank and place there, with its local experts."""
     pairs, net, mine = batches(dist.get_world_size()), build(recipe, world()), []
     with seen_by_experts() as calls:
         for ids, targets in pairs:
@@ -169,12 +172,13 @@ def check_experts_read_the_codes_of_one_process(recipe):
 
 
 def check_gradients_are_those_of_one_process(recipe, size, dtype=None):
-    """Loss and every gradient, with experts over groups of `size` ranks; all are sums, so that none is off by a factor: case 15.
+    """Loss and every gradient, with experts over groups of `size` ranks; all are sums, none off by a factor: case 15.
 
-    Sums of partial sums in float32 differ from one process's by float32's rounding, and so does everything behind them: all scales
-    are powers of two, so codes do not depend on which tokens share a tile, and none of the codes here is so near a tie that it
-    turns. Where partial sums are rounded to FP8 (2.6 % of each) or BF16 (0.2 %), codes behind them turn, and now and then the
-    choice of an expert, which may change one weight's gradient much: what holds is the gradient as a whole, and every norm."""
+    Sums of partial sums in float32 differ from one process's by float32's rounding, and so does everything behind them:
+    all scales are powers of two, so codes do not depend on which tokens share a tile, and none of the codes here is so
+    near a tie that it turns. Where partial sums are rounded to FP8 (2.6 % of each) or BF16 (0.2 %), codes behind them
+    turn, and now and then the choice of an expert, which may change one weight's gradient much: what holds is the
+    gradient as a whole, and every norm."""
     pairs = batches(dist.get_world_size())
     groups = [dist.new_group(list(range(r, r + size))) for r in range(0, dist.get_world_size(), size)]
     net = build(recipe, groups[dist.get_rank() // size], dtype=dtype)
@@ -195,7 +199,8 @@ def layer(recipe, x, ids, weights, w13, w2, dy, group):
     """Output and gradients of experts behind the wire, for tokens of this rank."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, weights, w13, w2)]
     x, weights, w13, w2 = leaves
-    got = dispatch(quant.quantize(x, recipe, wire=recipe.dispatch), ids, weights, group, group and len(w13) * group.size())
+    num_experts = len(w13) * (group.size() if group else 1)
+    got = dispatch(quant.quantize(x, recipe, wire=recipe.dispatch), ids, weights, group, num_experts)
     y = combine(quant.experts(got.x, got.ids, got.weights, w13, w2, recipe, got.payload, num_pairs=got.num_pairs,
                               depart=got.depart), got)
     y.backward(dy)
@@ -205,11 +210,11 @@ def layer(recipe, x, ids, weights, w13, w2, dy, group):
 def uneven():
     """ids of each rank's tokens [T, 2], for every kind of imbalance; -1: no expert."""
     ranks, g = dist.get_world_size(), torch.Generator().manual_seed(3)
-    local, some = 8 // ranks, lambda T, E: torch.stack([torch.randperm(len(E), generator=g)[:2] for _ in range(T)]) if T else \
-        torch.zeros(0, 2, dtype=torch.long)
-    among = lambda T, E: torch.tensor(E)[some(T, E)].int()
+    # two different ones of E for each token
+    among = lambda T, E: torch.tensor(E)[torch.rand(T, len(E), generator=g).argsort(1)[:, :2]].int()
     yield [among(20, [0, 1]) for _ in range(ranks)]  # all to rank 0, the others get nothing
-    yield [among(20, [e for e in range(8) if e % local]) for _ in range(ranks)]  # the first expert of each rank gets nothing
+    idle = range(0, 8, 8 // ranks)  # one expert of each rank
+    yield [among(20, [e for e in range(8) if e not in idle]) for _ in range(ranks)]
     yield [among(int(r == ranks - 1), range(8)) for r in range(ranks)]  # one token in all
     yield [torch.full((5, 2), -1, dtype=torch.int32) for _ in range(ranks)]  # nobody wants anything
     for _ in range(50):
@@ -254,7 +259,7 @@ class Identity(torch.autograd.Function):
 
 
 def check_identity_experts_case_17(wire):
-    """x's gradient of sum(y) is the token's sum of weights, exactly; each weight's is the sum of what its expert read."""
+    """x's gradient of sum(y) is the token's sum of weights, exactly; a weight's is the sum of what its expert read."""
     recipe, x = Recipe(wire=wire), torch.randn(16, 256, requires_grad=True)
     ids = torch.stack([torch.randperm(8)[:2] for _ in range(16)]).int()
     weights = torch.tensor([[0.75, 0.5]]).repeat(16, 1).requires_grad_()
@@ -270,8 +275,8 @@ def check_identity_experts_case_17(wire):
 
 
 def check_balance_case_14():
-    """Loads are summed over all ranks, so that biases stay the same on all, here after 20 steps on the ranks' own tokens."""
-    rank, net = dist.get_rank(), build("mxfp4", world(), replace(CONFIG, n_experts=8))
+    """Loads are summed over all ranks, so that biases stay the same on all, here after 20 steps on own tokens."""
+    rank, net = dist.get_rank(), build("mxfp4", world())
     router = next(m for m in net.modules() if isinstance(m, Router))
     router.load[:2] = torch.tensor([8, 0] if rank == 0 else [0, 4] if rank == 1 else [0, 0])
     net.update_balance()
@@ -342,7 +347,7 @@ def check_another_reader_is_noticed():
     w13, w2 = torch.randn(8 // dist.get_world_size(), 64, 64), torch.randn(8 // dist.get_world_size(), 64, 32)
     for depart in (True, False):
         got = dispatch(quant.quantize(x, RECIPES["bf16"]), ids, weights, world(), 8)
-        y = quant.experts(got.x, got.ids, got.weights, w13, w2, num_pairs=got.num_pairs, depart=got.depart if depart else None)
+        y = quant.experts(*got[:3], w13, w2, depart=got.depart if depart else None)
         loss = combine(y, got).sum() + (got.x * 2).sum()
         with pytest.raises(RuntimeError, match="departed") if depart else contextlib.nullcontext():
             loss.backward()
@@ -357,7 +362,7 @@ def check_another_reader_is_noticed():
 def check_combine_in_fp8():
     """Of one layer, only what comes home is rounded once more, each rank's part to FP8: 2.6 % of it."""
     g, rank, local = torch.Generator().manual_seed(dist.get_rank()), dist.get_rank(), 8 // dist.get_world_size()
-    x, dy, weights = torch.randn(64, 128, generator=g), torch.randn(64, 128, generator=g), torch.rand(64, 2, generator=g)
+    (x, dy), weights = torch.randn(2, 64, 128, generator=g), torch.rand(64, 2, generator=g)
     ids = torch.stack([torch.randperm(8, generator=g)[:2] for _ in range(64)]).int()
     g.manual_seed(9)
     w13, w2 = torch.randn(local, 128, 128, generator=g) / 11, torch.randn(local, 128, 64, generator=g) / 8
@@ -368,8 +373,8 @@ def check_combine_in_fp8():
 
 
 def check_an_idle_rank_through_the_kernels(recipe):
-    """The GPU's kernels in the interpreter, unwritten memory full of NaN, with all tokens on rank 0: but for rounding the same as
-    without them, and zeros where nothing arrived."""
+    """The GPU's kernels in the interpreter, unwritten memory full of NaN, with all tokens on rank 0: but for rounding
+    the same as without them, and zeros where nothing arrived."""
     if torch.cuda.is_available():
         return
     import kernels
@@ -393,7 +398,7 @@ def check_an_idle_rank_through_the_kernels(recipe):
 
 
 def check_hugging_face_checkpoints():
-    """Each rank reads its own experts, from one tensor an expert or from one for all; none can write what it has not."""
+    """Each rank reads its own experts, from one tensor an expert or from one for all; none writes what it has not."""
     try:
         from safetensors.torch import load_file, save_file
     except ImportError:
@@ -432,15 +437,17 @@ class Buffer:
 
     def get_dispatch_layout(self, ids, num_experts):
         assert ids.dtype == torch.int64
-        token_N, row_TR, counts = model_module._plan(ids, num_experts // dist.get_world_size(), dist.get_world_size())
+        local = num_experts // dist.get_world_size()
+        token_N, row_TR, counts = model_module._plan(ids, local, dist.get_world_size())
         dist.all_to_all_single(theirs := torch.empty_like(counts), counts)
-        route = model_module.Route(world(), token_N[:counts[:, 0].sum()], row_TR, counts[:, 0].tolist(), theirs[:, 0].tolist())
-        return "ranks", None, num_experts // dist.get_world_size(), route, None
+        sent, received = counts[:, 0].tolist(), theirs[:, 0].tolist()
+        return "ranks", None, local, model_module.Route(world(), token_N[:sum(sent)], row_TR, sent, received), None
 
-    def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None,
-                 is_token_in_rank=None, num_tokens_per_expert=None):
+    def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None, num_tokens_per_rank=None,
+                 num_tokens_per_rdma_rank=None, is_token_in_rank=None, num_tokens_per_expert=None):
         route, local = handle or is_token_in_rank, num_tokens_per_expert
-        assert all(t.is_contiguous() for t in x) and x[0].element_size() == 1 and x[1].dtype in (torch.int32, torch.float32)
+        assert all(t.is_contiguous() for t in x) and x[0].element_size() == 1
+        assert x[1].dtype in (torch.int32, torch.float32)
         out = lambda t: model_module._Exchange(t.view(torch.uint8)[route.token_N], route).wait().view(t.dtype)
         if handle is not None:
             return tuple(map(out, x)), None, None, None, None, None
@@ -448,8 +455,9 @@ class Buffer:
         return tuple(map(out, x)), ids.masked_fill((ids < 0) | (ids >= local), -1), out(topk_weights), [], route, None
 
     def combine(self, x, handle, topk_weights=None):
-        home = lambda t: quant.sum_rows(
-            model_module._Exchange(t.contiguous().view(torch.uint8), handle, home=True).wait().view(t.dtype), handle.row_TR)
+        bits = lambda t: t.contiguous().view(torch.uint8)
+        back = lambda t: model_module._Exchange(bits(t), handle, home=True).wait().view(t.dtype)
+        home = lambda t: quant.sum_rows(back(t), handle.row_TR)
         return home(x), None if topk_weights is None else home(topk_weights), None
 
 
@@ -463,6 +471,39 @@ def check_the_readme_example():
         exec(code, dict(torch=torch, quant=quant, model=model_module, buffer=Buffer()))
         got = step(build("mxfp4", world()), pair)
     assert all(torch.equal(got[k], want[k]) for k in want)
+
+
+def check_what_is_kept(recipe):
+    """To the byte what model.kept_bytes says for the tokens that came, as in test_model.py for one rank: no message."""
+    config, T, ranks = test_model.WIDE, 8 * 16, dist.get_world_size()
+    layer = test_model.build_part(Layer, config, False, world())
+    run = test_model.one_pass(8, 16, ALL[recipe], (), config)
+    torch.manual_seed(dist.get_rank())
+    x, saved, counts = torch.randn(T, config.hidden, requires_grad=True), {}, []
+    layer(x, run)  # from here on the weights' quantised copies exist
+
+    def pack(t):
+        saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    def combine(y, got, beside):
+        counts.extend([len(y), got.num_pairs, len(got.route.token_N)])
+        return inner(y, got, beside)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), test_model.Alive() as alive:
+        with patched(model_module, "combine", combine) as inner:
+            out = layer(x, run)
+    known = test_model.storages(list(layer.parameters()), list(layer.buffers()), run.rope)
+    left = alive.left(saved.keys() | known | test_model.storages(x, out), 512)
+    assert [dtype for dtype, _ in left.values()] == [torch.int32] * 2  # the route's
+    received, pairs, sent = counts
+    with patched(model_module, "tokens_received", lambda *_: received / T):
+        formula = T * sum(model_module.kept_bytes(config, ALL[recipe], ranks=ranks, element_size=4).values())
+    h = quant.bytes_per_row(2 * config.expert_width, ALL[recipe].save_h, 4)
+    formula += h * (pairs - T * config.top_k) + 4 * (sent - received)  # it takes each rank to get as much as it gives
+    total = sum(size for key, size in saved.items() if key not in known) + 4 * (T * ranks + sent)
+    router = T * (12 * config.top_k + 18)  # see test_model.py
+    assert abs(total - formula - router) <= 16, (total, formula)
 
 
 def check_the_bench():
@@ -490,7 +531,11 @@ def checks(ranks):
     for name, rounds in {"bf16": 54}.items() if four else {"bf16": 54, "mxfp4": 12, "fp8": 12}.items():
         table[f"uneven, case 10, {name}"] = check_uneven_counts_case_10, name, rounds
     if four:
-        return table | {f"gradients, two groups, {name}": (check_gradients_are_those_of_one_process, name, 2) for name in ("bf16", "mxfp4")}
+        for name in ("bf16", "mxfp4"):
+            table[f"gradients, two groups, {name}"] = check_gradients_are_those_of_one_process, name, 2
+        return table
+    for name in RECIPES:
+        table[f"kept, {name}"] = check_what_is_kept, name
     for name in ("bf16", "mxfp4"):
         table[f"gradients, bfloat16, {name}"] = check_gradients_are_those_of_one_process, name, 2, torch.bfloat16
         table[f"kernels, {name}"] = check_an_idle_rank_through_the_kernels, name
@@ -499,7 +544,8 @@ def checks(ranks):
     for scopes in ("moe",), ("norm",), RECOMPUTE_SCOPES:
         table[f"recompute, {' '.join(scopes)}"] = check_recomputing_changes_no_bit, scopes
     return table | {"combine in fp8": (check_combine_in_fp8,), "bytes": (check_message_bytes,),
-                    "overlap": (check_what_runs_while_messages_travel,), "another reader": (check_another_reader_is_noticed,),
+                    "overlap": (check_what_runs_while_messages_travel,),
+                    "another reader": (check_another_reader_is_noticed,),
                     "Hugging Face": (check_hugging_face_checkpoints,), "bench": (check_the_bench,),
                     "README's transport": (check_the_readme_example,)}
 
@@ -510,7 +556,7 @@ def checks(ranks):
 def worker(rank, ranks, folder):
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=20))
     said = {}
     for name, (check, *args) in checks(ranks).items():
         try:
@@ -553,8 +599,8 @@ def test_ranks(ranks, name):
 
 @pytest.mark.parametrize("name, share", [("bf16", 1), ("fp8", 0.76), ("mxfp4", 0.70), ("fp4-fp8", 0.46)])
 def test_message_bytes_of_v3(name, share):
-    """All four exchanges against BF16's. By hand, for mxfp4: 3584 codes, 224 scales, 8 ids and 8 weights of 4; BF16 home; dy in
-    FP8 with an exponent byte for 128; BF16 and 8 weights home. All are multiples of 16 but 7224."""
+    """All four exchanges against BF16's. By hand, for mxfp4: 3584 codes, 224 scales, 8 ids and 8 weights of 4; BF16
+    home; dy in FP8 with an exponent byte for 128; BF16 and 8 weights home. All are multiples of 16 but 7224."""
     bf16, ours = (message_bytes(PRESETS["v3"], ALL[n]) for n in ("bf16", name))
     assert sum(ours.values()) <= share * sum(bf16.values())
     if name == "mxfp4":
@@ -573,7 +619,8 @@ def test_messages_hold_what_was_packed(width, dtype):
         for rows in (5, 0):
             cut = lambda q: q[:rows] if isinstance(q, torch.Tensor) else type(q)(*(t[:rows] for t in q))
             message = quant.pack(cut(q), ids[:rows], p[:rows])
-            assert message.dtype == torch.uint8 and message.shape == (rows, quant.message_bytes(name, width, dtype, *others))
+            assert message.shape == (rows, quant.message_bytes(name, width, dtype, *others))
+            assert message.dtype == torch.uint8
             *got, got_ids, got_p = tree_leaves(quant.unpack(message, name, width, dtype, *others))
             assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, tree_leaves(cut(q)), strict=True))
             assert torch.equal(got_ids, ids[:rows]) and torch.equal(got_p, p[:rows])

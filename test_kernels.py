@@ -51,9 +51,9 @@ def flat(values):
 
 
 def run(name, *args):
-    """The kernel's output tensors. Arguments are on DEVICE, or are moved there."""
-    moved = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in flat(args)]
-    return getattr(kernels, name)(*moved)
+    """The kernel's output tensors. Arguments are on DEVICE, or are moved there; lists stay lists."""
+    there = lambda a: [there(one) for one in a] if isinstance(a, list) else a.to(DEVICE) if isinstance(a, torch.Tensor) else a
+    return getattr(kernels, name)(*(there(a) for arg in args for a in ([arg] if isinstance(arg, list) else flat([arg]))))
 
 
 def raw(x):
@@ -581,6 +581,65 @@ def test_sum_rows(dtype):
     assert_same(flat([run("sum_rows", y, groups.row_TK.int())]), [quant._sum_rows(y, groups)])
 
 
+@pytest.mark.parametrize("V", (384, 5003))
+def test_cross_entropy(V):
+    """Against float64 of the same bfloat16 logits; gradients are rounded once. Large logits, ignored and wrong targets."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (8 * torch.randn(6, V, generator=generator)).bfloat16()
+    logits[1], logits[2, 3], logits[4, 0] = -1e4, 3e38, math.nan
+    targets = torch.tensor([0, V - 1, 5, -100, 7, V])
+    wide = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(wide[:4], targets[:4], reduction="none")
+    losses.sum().backward()
+    got, lse = run("token_losses", logits, targets)
+    assert torch.allclose(got.cpu()[:4].double(), losses.detach(), rtol=1e-6, atol=1e-6) and got.cpu()[4:].isnan().all()
+    d = run("logit_gradients", logits.clone(), targets, lse, torch.tensor(0.5)).cpu().double()
+    assert ((d[:4] - wide.grad[:4] / 2).abs() <= wide.grad[:4].abs() * 2.0**-8 + 1e-9).all() and d[4].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_clear_empty_experts(dtype):
+    """Those without rows, one in two blocks of a program's, and nothing else."""
+    out = torch.full((4, 5, 16411), math.nan, dtype=dtype, device=DEVICE)
+    kernels.clear_empty_experts(out, torch.tensor([0, 0, 128, 384, 384], dtype=torch.int32, device=DEVICE))
+    assert (out[0] == 0).all() and (out[3] == 0).all() and out[1:3].isnan().all()
+
+
+def adamw_case(sizes, generator):
+    """Weights, gradients, moments, steps of 0, and what divides gradients; gradients are large and small."""
+    new = lambda n: torch.randn(n, generator=generator)
+    weights, grads = [new(n).to(DEVICE) for n in sizes], [(new(n) * 10 ** new(n)).to(DEVICE) for n in sizes]
+    moments = [[torch.zeros(n, dtype=torch.bfloat16, device=DEVICE) for n in sizes] for _ in range(2)]
+    return weights, grads, *moments, [torch.zeros((), device=DEVICE) for _ in sizes], torch.tensor(2.0, device=DEVICE)
+
+
+def test_adamw_bf16():
+    """Against torch's in float64, moments rounded after each step; sizes of less, just, and more than a program's."""
+    weights, grads, first, second, steps, half = adamw_case((2048, 1, 4099, 33), torch.Generator().manual_seed(0))
+    wide = [[t.cpu().double() for t in ts] for ts in (weights, first, second)]
+    for n in (1, 2, 3):
+        for step in steps:
+            step += 1
+        kernels.adamw_bf16(weights, grads, first, second, steps, half, torch.zeros((), device=DEVICE), 0.01 * n, 0.9, 0.95,
+                           1e-8, 0.1)
+        for i, grad in enumerate(grads):
+            w, m, v = (ts[i] for ts in wide)
+            g = grad.cpu().double() / 2
+            m.lerp_(g, 0.1), v.mul_(0.95).add_(0.05 * g * g)
+            w.mul_(1 - 0.001 * n).sub_(0.01 * n / (1 - 0.9 ** n) * m / ((v / (1 - 0.95 ** n)).sqrt() + 1e-8))
+            assert (weights[i].cpu() - w).abs().max() <= 2e-6, "steps are 0.01 to 0.03 a weight"
+            for got, want in ((first[i], m), (second[i], v)):
+                assert ((got.cpu() - want).abs() <= want.abs() * 2.0 ** -8 * 1.001).all(), "rounded once, to nearest"
+                want.copy_(got)
+
+
+def test_adamw_bf16_skips():
+    case = adamw_case((70, 2050), torch.Generator().manual_seed(1))
+    before = [t.clone() for t in flat(case)]
+    kernels.adamw_bf16(*case, torch.ones((), device=DEVICE), 0.1, 0.9, 0.95, 1e-8, 0.1)
+    assert_same(flat(case), before)
+
+
 @pytest.mark.skipif(not CUDA, reason="needs a GPU's memory and speed")
 @pytest.mark.parametrize("M, K", [(300032, 7168), (524416, 4096)])
 def test_huge_fan_out(M, K):  # CASE 7, through an index and back
@@ -902,6 +961,11 @@ def every_launch():
             yield "grouped_wgrad", [cols, dy, end[:3], out.mT.contiguous(), add], True
     yield "group_rows", [pair.view(32, 8), 256, 4096], False
     yield "sum_rows", [x, pair.view(32, 8)], False
+    yield "token_losses", [x, end.long().repeat(16)], True
+    yield "logit_gradients", [x, end.long().repeat(16), p, p[0]], True
+    yield "clear_empty_experts", [torch.empty(2, 256, 512, dtype=torch.bfloat16), experts], False
+    moments = [torch.zeros(64, dtype=torch.bfloat16)]
+    yield "adamw_bf16", [[p[:64]], [p[:64]], moments, moments, [p[0]], p[0], p[0], 0.1, 0.9, 0.95, 1e-8, 0.1], True
 
 
 def compile_all():

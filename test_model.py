@@ -182,7 +182,7 @@ def test_kept_bytes_of_v3_by_hand(column, name):
         "q, k, v": (128 * (192 + 192 + 128) * 2, "mla_up attn"), "attention output": (128 * 128 * 2, "attn"),
         "log-sum-exp": (128 * 4, "mla_up attn"), "normed input, attention": (stream, "norm attn"),
         "normed input, FFN": (stream, "norm mlp"), "received": (received * stream, ""), "h": (8 * h, "moe"),
-        "h, shared": (h, "mlp"), "routing": (received * 8 * (4 + 4) + 256 * 4, "")}
+        "h, shared": (h, "mlp"), "routing": (received * 8 * (4 + 4) + 256 * 4 + 4 * (32 + received), "")}
     for scope in ("none", *RECOMPUTE_SCOPES):
         kept = kept_bytes(PRESETS["v3"], RECIPES[name], frozenset({scope}), ranks=32)
         assert kept == pytest.approx({k: size * (scope not in scopes.split()) for k, (size, scopes) in by_hand.items()})
@@ -733,12 +733,14 @@ def test_cross_entropy_against_float64(chunks_of_16, length, ignored, dtype, bou
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("whole", [False, True], ids=["activations", "parameters too"])
-def test_cross_entropy_of_one_chunk_is_pytorchs_bit_for_bit(dtype, whole):
+def test_cross_entropy_of_one_chunk_is_pytorchs(dtype, whole):
+    """To the rounding of a gradient: here exp(x - lse), there exp(log_softmax(x))."""
     x, targets = head_batch(100, (3, 99), dtype)
     net = build().to(dtype if whole else torch.float32)
     other = copy.deepcopy(net)
     for _ in range(2):  # the second one adds to .grad
-        assert_same(head_gradients(in_chunks, net, x, targets), head_gradients(all_at_once, other, x, targets))
+        ours, theirs = head_gradients(in_chunks, net, x, targets), head_gradients(all_at_once, other, x, targets)
+        assert_close(ours, theirs, 1e-6 if dtype == torch.float32 else 2.0**-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -1072,7 +1074,7 @@ class PlainMoE(torch.nn.Module):
 @pytest.mark.parametrize("recipe, limit", [("bf16", 1e-5), ("fp8", 0.1), ("mxfp4", 0.25)])
 def test_readme_example(recipe, limit):
     text = (Path(__file__).parent / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)  # the other one is test_ep.py's
     assert len(code.splitlines()) <= 20
     exec(code, names := {})
     torch.manual_seed(0)

@@ -888,6 +888,22 @@ def test_readers_of_one_activation_get_what_each_would_alone(recipe, rebuild, re
         assert same(x.format(name), make(plain) if name in (recipe.compute, recipe.save, wire) else None)
 
 
+@both_devices
+def test_router_in_three_bf16_parts(device, monkeypatch):
+    """BF16 GEMMs with float32 sums on the parts of float32 weights and gradients: as near to float64 as float32 is."""
+    if device == "cpu":  # which has no such GEMM
+        mm = torch.mm
+        monkeypatch.setattr(quant, "_splits", lambda *_: True)
+        monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: mm(a.to(out_dtype), b.to(out_dtype)))
+    x = gaussian(256, 384, seed=1).bfloat16().to(device).requires_grad_()
+    w, dy = (0.01 * gaussian(40, 384, seed=2)).to(device).requires_grad_(), (1e-6 * gaussian(256, 40, seed=3)).to(device)
+    y = quant.router_linear(quant.Activation(x, RECIPES["bf16"]), w)
+    dx, dw = torch.autograd.grad(y, (x, w), dy)
+    x, w, dy = (t.detach().double() for t in (x, w, dy))
+    for got, want, bound in ((y, x @ w.t(), 1e-6), (dx, dy @ w, 2.0**-9), (dw, dy.t() @ x, 1e-6)):
+        assert (got.double() - want).norm() <= bound * want.norm()
+
+
 @main_recipes
 @pytest.mark.parametrize("where", range(4))
 def test_nothing_non_finite_passes_through_a_layer_as_a_number(recipe, where):
@@ -1380,6 +1396,76 @@ def test_a_carrier_has_no_memory_and_shows_at_once_when_taken_for_data():
     assert quant.takes_wire(y) and not any(map(quant.takes_wire, (in_between, y.detach(), quant.linear(x, w13[0]))))
     assert all(bool(g.isnan().any()) for g in gradients(in_between, sent, x, weights, w13, w2)[1:])
     assert bool(quant.experts(quant.carrier(x.detach()), ids, weights, w13, w2).isnan().all())  # no payload
+
+
+@both_devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_token_losses_and_their_gradients(device, dtype):
+    logits = (4 * gaussian(9, 300, seed=1)).to(device, dtype)
+    targets = torch.tensor([0, 299, -100, 5, 5, 7, -100, 100, 1], device=device)
+    wide = logits.double().requires_grad_()
+    want = F.cross_entropy(wide, targets, reduction="none")
+    (3 * want.sum()).backward()
+    losses, lse = quant.token_losses(logits, targets)
+    d = quant.logit_gradients(logits.clone(), targets, lse, torch.tensor(3.0, device=device, dtype=lse.dtype))
+    assert torch.allclose(losses.double(), want, rtol=1e-6, atol=1e-6) and d.dtype == dtype
+    assert ((d - wide.grad).abs() <= wide.grad.abs() * (2.0**-8 if dtype == torch.bfloat16 else 1e-5) + 1e-8).all()
+
+
+# -----------------------------------------------------------------------------
+# on a GPU: what the allocator holds, and a layer as a graph
+
+@CUDA
+def test_what_a_linear_keeps_of_a_large_input():  # CASE 23
+    w = torch.randn(128, 4096, device="cuda").requires_grad_()
+    leaf_x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    held = []
+    for step in range(10):
+        before = torch.cuda.memory_allocated()
+        x = leaf_x * 1  # no leaf, to which autograd refers
+        y = quant.linear(x, w, RECIPES["mxfp4"])
+        del x
+        held.append(torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes())
+        node = y.grad_fn
+        y.backward(torch.ones_like(y))
+        y = w.grad = leaf_x.grad = None
+        assert node is not None and (step == 0 or torch.cuda.memory_allocated() == before), "ctx is alive, and holds nothing"
+    assert held[-1] <= 17_825_792 * 1.05 and held[-1] == held[1]
+
+
+@CUDA
+@main_recipes
+def test_experts_as_a_cuda_graph(recipe):
+    """Forward and backward, captured once and replayed on other tokens and routes, give the bits of plain calls."""
+    T, E, K = 512, 8, 2
+    generator = torch.Generator("cuda").manual_seed(0)
+    new = lambda *size: torch.randn(*size, generator=generator, device="cuda")
+    w13, w2 = (new(*size).mul_(0.05).requires_grad_() for size in ((E, 512, 384), (E, 384, 256)))
+    x, p = new(T, 384).bfloat16().requires_grad_(), new(T, K).abs_().requires_grad_()
+    ids, dy = torch.zeros(T, K, dtype=torch.int32, device="cuda"), new(T, 384).bfloat16()
+
+    def both():
+        y = quant.experts(x, ids, p, w13, w2, recipe)
+        return y.detach(), *torch.autograd.grad(y, (x, p, w13, w2), dy)
+
+    def refill():
+        with torch.no_grad():
+            x.copy_(new(T, 384)), dy.copy_(new(T, 384)), p.copy_(new(T, K).abs_())
+            ids.copy_(new(T, E).topk(K).indices)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            refill(), both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for _ in range(2):
+        refill()
+        plain = [t.clone() for t in both()]
+        graph.replay()
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(captured, plain))
 
 
 # -----------------------------------------------------------------------------
