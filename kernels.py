@@ -76,7 +76,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 INF = tl.constexpr(0x7F800000)  # as float32 magnitude bits: from here on Inf and NaN
-INFINITE, NOT_A_NUMBER, LOWEST = tl.constexpr(math.inf), tl.constexpr(math.nan), tl.constexpr(-3.4028234663852886e38)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
 NO_NUMBER = tl.constexpr(128)  # the exponent of Inf and NaN
 E4M3_NAN = tl.constexpr(0x7F)
 MX_NAN = tl.constexpr(255)
@@ -1816,14 +1816,14 @@ def _token_losses(logits, targets, loss, lse, V: tl.constexpr, C: tl.constexpr):
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, C)
     top, total = tl.full((C,), LOWEST, tl.float32), tl.zeros((C,), tl.float32)
     for start in range(0, V, C):
-        x = _float(tl.load(logits + row * V + start + c, mask=start + c < V, other=-INFINITE))
+        x = _float(tl.load(logits + row * V + start + c, mask=start + c < V, other=-float("inf")))
         higher = tl.maximum(top, x)
         total = total * tl.exp(top - higher) + tl.exp(x - higher)
         top = higher
     most = tl.max(top, 0)
     above = tl.log(tl.sum(total * tl.exp(top - most), 0))
     target = tl.load(targets + row)
-    chosen = _float(tl.load(logits + row * V + target, mask=(target >= 0) & (target < V), other=NOT_A_NUMBER))
+    chosen = _float(tl.load(logits + row * V + target, mask=(target >= 0) & (target < V), other=float("nan")))
     tl.store(lse + row, most + above)
     tl.store(loss + row, tl.where(target == -100, 0.0, (most - chosen) + above))
 
