@@ -180,7 +180,7 @@ def test_kept_bytes_of_v3_by_hand(column, name):
     by_hand = {  # row: bytes a token, scopes that save it
         "residual": (2 * 14336, ""), "latents": ((1536 + 512 + 64) * 2, "attn"),
         "q, k, v": (128 * (192 + 192 + 128) * 2, "mla_up attn"), "attention output": (128 * 128 * 2, "attn"),
-        "log-sum-exp": (128 * 4, "mla_up attn"), "normed input, attention": (stream, "norm attn"),
+        "log-sum-exp": (128 * 4, "attn"), "normed input, attention": (stream, "norm attn"),
         "normed input, FFN": (stream, "norm mlp"), "received": (received * stream, ""), "h": (8 * h, "moe"),
         "h, shared": (h, "mlp"), "routing": (received * 8 * (4 + 4) + 256 * 4, "")}
     for scope in ("none", *RECOMPUTE_SCOPES):
