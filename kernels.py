@@ -2136,7 +2136,7 @@ def attention_inputs(q, kv, k_rope, table, heads, nope):
     (T, R), V = k_rope.shape, kv.shape[1] // heads - nope
     if k_rope.stride(1) != 1 or k_rope.stride(0) % 2 or k_rope.storage_offset() % 2:
         k_rope = k_rope.contiguous()
-    k, v, H = kv.new_empty((T, heads * (nope + R))), kv.new_empty((T, heads * V)), min(16, triton.next_power_of_2(heads))
+    k, v, H = kv.new_empty((T, heads * (nope + R))), kv.new_empty((T, heads * V)), min(32, triton.next_power_of_2(heads))
     _launch(_attention_inputs, T * _cdiv(heads, H), _words(kv), k_rope.view(torch.int32), k_rope.stride(0) // 2,
             None if q is None else q.view(torch.int32), table, _words(k), _words(v), table.shape[1], heads, nope // 2, R // 2,
             V // 2, H)
@@ -2146,7 +2146,7 @@ def attention_inputs(q, kv, k_rope, table, heads, nope):
 def attention_inputs_backward(dq, dk, dv, table, heads, nope):
     """Gradients of q, k, v as above, contiguous -> those of kv and k_rope, summed over heads in float32; dq turns in place."""
     (T, V), R = (len(dv), dv.shape[1] // heads), 2 * table.shape[2]
-    dkv, dk_rope, H = dk.new_empty((T, heads * (nope + V))), dk.new_empty((T, R)), min(16, triton.next_power_of_2(heads))
+    dkv, dk_rope, H = dk.new_empty((T, heads * (nope + V))), dk.new_empty((T, R)), min(32, triton.next_power_of_2(heads))
     _launch(_attention_inputs_backward, T, dq.view(torch.int32), _words(dk), _words(dv), table, _words(dkv), _words(dk_rope),
             table.shape[1], heads, nope // 2, R // 2, V // 2, H)
     return dkv, dk_rope

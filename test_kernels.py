@@ -684,6 +684,21 @@ def test_huge_fan_out(M, K):  # CASE 7, through an index and back
     assert_same([run("sum_rows", x, index[:, None])[last]], [x[last]])
 
 
+@pytest.mark.skipif(not CUDA, reason="needs a GPU's memory and speed")
+def test_huge_attention_inputs():  # CASE 7
+    T, S, heads = 66000, 1000, 128
+    q, kv, k_rope, dv = (torch.empty(T, n, dtype=torch.bfloat16, device="cuda").normal_()
+                         for n in (heads * 192, heads * 256, 64, heads * 128))
+    table, last = torch.randn(2, S, 32, device="cuda"), slice(T - S, T)
+    alone = [t[last].clone() for t in (q, kv, k_rope, dv)]
+    whole, part = ([q, *run("attention_inputs", q, kv, k_rope, table, heads, 128)]
+                   for q, kv, k_rope, _ in ((q, kv, k_rope, dv), alone))
+    assert_same([t[last] for t in whole], part)
+    q, k, _ = whole
+    whole = [q, *run("attention_inputs_backward", q, k, dv, table, heads, 128)]
+    assert_same([t[last] for t in whole], [part[0], *run("attention_inputs_backward", *part[:2], alone[3], table, heads, 128)])
+
+
 @pytest.mark.skipif(not CUDA, reason="compiles for the GPU")
 def test_token_counts_do_not_recompile():  # CASE 9: nothing is tuned or compiled anew after the first counts
     def step(T):
@@ -694,6 +709,9 @@ def test_token_counts_do_not_recompile():  # CASE 9: nothing is tuned or compile
         run("rms_norm", x, torch.ones(256), 1e-6, True, True, True), run("fp8_to_fp4", *q8)
         run("fp4_fan_out_rows", *q4, pair, offsets[-1:], 2), run("fp4_fan_out_cols", *q4, pair, offsets[-1:], 2)
         run("fp8_fan_out_cols", *q8, pair, offsets[-1:], 2, True), run("sum_rows", x.repeat(9, 1), row)
+        q, v, table = x[:, :192].contiguous(), x[:, :128].contiguous(), torch.ones(2, T, 32)
+        run("attention_inputs", q, x, x[:, 64:128], table, 1, 128)
+        run("attention_inputs_backward", q, q.clone(), v, table, 1, 128)
 
     compiled = []
     triton.knobs.runtime.jit_post_compile_hook = lambda **info: compiled.append(info["repr"])
