@@ -27,7 +27,7 @@ Bytes that each kernel has to move, an element, with bfloat16 in; over the memor
   fp4 -> fp8, rows or cols    1/2 + 1/32           1 + 4/128                         1.56 (by way of bfloat16: 5.56)
   fp8 rows -> cols            1 + 4/128            1                                 2.03 (and rows: 3.06)
   rms_norm                    2                    2 + 1.03 + 0.53                   5.56
-  attention_inputs, a token's head, N = V = 128, R = 64: read 640, write 768 bytes; backward the other way round
+  attention_inputs, a head    640                  768                               1408 (N = V = 128, R = 64; backward alike)
   swiglu, an element of a     4 (of h)             1.03 + 2.06 (h in MXFP4: 1.06)    7.09 (6.09)
   swiglu_backward             2 + 2.06             2.06 + 2.06 + 1.03                9.22 (h in MXFP4: 8.22)
   sum_rows                    2 for each expert    2
