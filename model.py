@@ -252,14 +252,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, li
     """Causal softmax attention, q, k [B, S, A, D], v [B, S, A, V] -> [B, S, A, V], what backward needs beside that and q, k, v
     (log-sum-exp, and on a GPU random state), and the kernel's name. A single query attends to every key.
 
-    cuDNN takes values narrower than keys. Where it refuses (float32, deterministic algorithms, before Hopper) the
-    memory-efficient kernel does, too; on a CPU the narrower are padded. ValueError for several, not all, of the queries."""
+    cuDNN takes values narrower than keys. It refuses deterministic algorithms, and GPUs before Hopper: there the flash kernel
+    takes padded ones (its backward is up to ten times as fast as the memory-efficient kernel's, which is left for float32).
+    ValueError for several, not all, of the queries."""
     if 1 < q.shape[1] < k.shape[1]:
         raise ValueError(f"{q.shape[1]} new tokens after {k.shape[1] - q.shape[1]} cached ones: give all at once, or one by one")
     causal, name = q.shape[1] > 1, _attention_kernel(q, k, v)
     width, (q, k, v) = v.shape[-1], _for_attention(name, q, k, v)
     if name == "cudnn":
         out, lse, _, _, _, _, *random, _ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    elif name == "flash":
+        out, lse, _, _, _, _, *random, _ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     elif name == "efficient":
         out, lse, *random = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
     else:
@@ -269,11 +272,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, li
 
 def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rest: list[Tensor], name: str, scale: float):
     """Gradients of q, k, v from what `attention` read and gave."""
-    widths, causal = [t.shape[-1] for t in (q, k, v)], q.shape[1] > 1
+    widths, lengths, causal = [t.shape[-1] for t in (q, k, v)], (q.shape[1], k.shape[1]), q.shape[1] > 1
     q, k, v, out, dout = _for_attention(name, q, k, v, out, dout)
     if name == "cudnn":
         grads = aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, *rest, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale)
+            dout, q, k, v, out, *rest, None, None, None, *lengths, 0.0, causal, scale=scale)
+    elif name == "flash":
+        lse, *random = rest
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, *lengths, 0.0, causal, *random, scale=scale)
     elif name == "efficient":
         grads = aten._scaled_dot_product_efficient_attention_backward(
             dout, q, k, v, None, out, *rest, 0.0, [True, True, True, False], causal, scale=scale)
@@ -287,16 +294,21 @@ def _attention_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
     if not q.is_cuda:
         return "cpu"
     leaves = [t.detach().transpose(1, 2).requires_grad_() for t in (q, k, v)]
-    takes = torch.backends.cuda.can_use_cudnn_attention(
-        torch.backends.cuda.SDPAParams(*leaves, None, 0.0, q.shape[1] > 1, False))
-    return "cudnn" if takes and not torch.are_deterministic_algorithms_enabled() else "efficient"
+    params = torch.backends.cuda.SDPAParams(*leaves, None, 0.0, q.shape[1] > 1, False)
+    if not torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.can_use_cudnn_attention(params):
+        return "cudnn"
+    return "flash" if q.dtype in (torch.bfloat16, torch.float16) and max(q.shape[-1], v.shape[-1]) <= 256 else "efficient"
 
 
 def _for_attention(name: str, *tensors: Tensor) -> list[Tensor]:
-    """[B, S, A, D] -> [B, A, S, D'], padded with zeros to what the kernel takes: equal widths on a CPU, eights on a GPU."""
-    widest = max(t.shape[-1] for t in tensors)
-    short = [0 if name == "cudnn" else (widest if name == "cpu" else -(-t.shape[-1] // 8) * 8) - t.shape[-1] for t in tensors]
-    return [(F.pad(t, (0, n)) if n else t).transpose(1, 2) for t, n in zip(tensors, short)]
+    """[B, S, A, D] -> [B, A, S, D'], padded with zeros to the width that the kernel takes."""
+    widths = [t.shape[-1] for t in tensors]
+    if name in ("flash", "cpu"):  # one width for all
+        widths = [max(widths)] * len(tensors)
+    if name != "cudnn":
+        widths = [-(-width // 8) * 8 for width in widths]
+    padded = (F.pad(t, (0, width - t.shape[-1])) if width > t.shape[-1] else t for t, width in zip(tensors, widths))
+    return [t.transpose(1, 2) for t in padded]
 
 
 class _Attend(torch.autograd.Function):
