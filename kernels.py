@@ -27,6 +27,7 @@ Bytes that each kernel has to move, an element, with bfloat16 in; over the memor
   fp4 -> fp8, rows or cols    1/2 + 1/32           1 + 4/128                         1.56 (by way of bfloat16: 5.56)
   fp8 rows -> cols            1 + 4/128            1                                 2.03 (and rows: 3.06)
   rms_norm                    2                    2 + 1.03 + 0.53                   5.56
+  attention_inputs, a head    640                  768                               1408 (N = V = 128, R = 64; backward alike)
   swiglu, an element of a     4 (of h)             1.03 + 2.06 (h in MXFP4: 1.06)    7.09 (6.09)
   swiglu_backward             2 + 2.06             2.06 + 2.06 + 1.03                9.22 (h in MXFP4: 8.22)
   sum_rows                    2 for each expert    2
@@ -783,6 +784,85 @@ def _rms_norm_backward(dy, x, weight, dx, dw, eps, M, K: tl.constexpr, HALF: tl.
     at = tl.program_id(0).to(tl.int64) * K + 2 * c
     tl.store(dw + at, dw_first, mask=inside)
     tl.store(dw + at + 1, dw_second, mask=inside)
+
+
+# -----------------------------------------------------------------------------
+# attention's inputs. All in pairs, and so are the widths: q, k [T, A, N + R], kv [T, A, N + V], v [T, A, V], k_rope [T, R]. A row
+# is one head of a token. A pair turns by its token's angle: table [2, S, R] float32, cosines and sines.
+
+@triton.jit
+def _of_heads(ptr, rows, first, n, pitch):
+    """Where columns first ... first + n - 1 of rows lie, 64-bit; and which there are: no row is -1."""
+    c = tl.arange(0, triton.next_power_of_2(n))
+    return ptr + (rows * pitch + first)[:, None] + c[None, :], (rows >= 0)[:, None] & (c < n)[None, :]
+
+
+@triton.jit
+def _copy_heads(source, source_first, source_pitch, ptr, first, pitch, rows, n):
+    at, inside = _of_heads(source, rows, source_first, n, source_pitch)
+    words = tl.load(at, mask=inside, other=0)
+    at, inside = _of_heads(ptr, rows, first, n, pitch)
+    tl.store(at, words, mask=inside)
+
+
+@triton.jit
+def _angles(table, token, S, R: tl.constexpr):
+    """Cosines and sines of a token's pairs, [1, R] padded to a power of two."""
+    c = tl.arange(0, triton.next_power_of_2(R))
+    at = table + (token % S) * R + c
+    cos, sin = tl.load(at, mask=c < R, other=0), tl.load(at + S.to(tl.int64) * R, mask=c < R, other=0)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def _turn(even, odd, cos, sin):
+    return _pair(even * cos - odd * sin, even * sin + odd * cos)
+
+
+@triton.jit
+def _turn_heads(ptr, rows, first, n, pitch, cos, sin):
+    """Where they lie."""
+    at, inside = _of_heads(ptr, rows, first, n, pitch)
+    even, odd = _unpair(tl.load(at, mask=inside, other=0))
+    tl.store(at, _turn(even, odd, cos, sin), mask=inside)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _attention_inputs(kv, k_rope, k_row, q, table, k, v, S, A: tl.constexpr, N: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
+                      H: tl.constexpr):
+    """H heads of a token a program."""
+    chunks: tl.constexpr = (A + H - 1) // H
+    token, h = _origin(tl.program_id(0) // chunks, 1), tl.program_id(0) % chunks * H + tl.arange(0, H)
+    rows = tl.where(h < A, token * A + h, -1)
+    cos, sin = _angles(table, token, S, R)
+    if q is not None:
+        _turn_heads(q, rows, N, R, N + R, cos, sin)
+    at, inside = _of_heads(k_rope, token + tl.zeros((1,), tl.int64), 0, R, k_row)
+    even, odd = _unpair(tl.load(at, mask=inside, other=0))
+    at, inside = _of_heads(k, rows, N, R, N + R)
+    tl.store(at, tl.broadcast_to(_turn(even, odd, cos, sin), at.shape), mask=inside)
+    _copy_heads(kv, 0, N + V, k, 0, N + R, rows, N)
+    _copy_heads(kv, N, N + V, v, 0, V, rows, V)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _attention_inputs_backward(dq, dk, dv, table, dkv, dk_rope, S, A: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+                               V: tl.constexpr, H: tl.constexpr):
+    """A token a program, H heads at a time: the gradient of the shared key is summed in one order."""
+    token = _origin(tl.program_id(0), 1)
+    cos, sin = _angles(table, token, S, R)
+    even, odd = tl.zeros((H, cos.shape[1]), tl.float32), tl.zeros((H, cos.shape[1]), tl.float32)
+    for first in range(0, A, H):
+        h = first + tl.arange(0, H)
+        rows = tl.where(h < A, token * A + h, -1)
+        _turn_heads(dq, rows, N, R, N + R, cos, -sin)
+        at, inside = _of_heads(dk, rows, N, R, N + R)
+        more_even, more_odd = _unpair(tl.load(at, mask=inside, other=0))
+        even, odd = even + more_even, odd + more_odd
+        _copy_heads(dk, 0, N + R, dkv, 0, N + V, rows, N)
+        _copy_heads(dv, 0, V, dkv, N, N + V, rows, V)
+    at, inside = _of_heads(dk_rope, token + tl.zeros((1,), tl.int64), 0, R, R)
+    tl.store(at, _turn(tl.sum(even, 0)[None, :], tl.sum(odd, 0)[None, :], cos, -sin), mask=inside)
 
 
 # -----------------------------------------------------------------------------
@@ -2048,6 +2128,28 @@ def rms_norm_backward(dy, x, weight, eps):
     _launch(_rms_norm_backward, programs, _words(dy), _words(x), weight, _words(dx), dw, eps, M, K,
             triton.next_power_of_2(K // 2), num_warps=num_warps)
     return dx, dw.sum(0)
+
+
+def attention_inputs(q, kv, k_rope, table, heads, nope):
+    """kv [T, A*(N+V)], k_rope [T, R] bfloat16, table [2, S, R/2] float32: cosines and sines of positions -> k [T, A*(N+R)],
+    v [T, A*V]. Rotates q [T, A*(N+R)], contiguous, where it lies; None leaves it out. N, R, V are even, S divides T."""
+    (T, R), V = k_rope.shape, kv.shape[1] // heads - nope
+    if k_rope.stride(1) != 1 or k_rope.stride(0) % 2 or k_rope.storage_offset() % 2:
+        k_rope = k_rope.contiguous()
+    k, v, H = kv.new_empty((T, heads * (nope + R))), kv.new_empty((T, heads * V)), min(32, triton.next_power_of_2(heads))
+    _launch(_attention_inputs, T * _cdiv(heads, H), _words(kv), k_rope.view(torch.int32), k_rope.stride(0) // 2,
+            None if q is None else q.view(torch.int32), table, _words(k), _words(v), table.shape[1], heads, nope // 2, R // 2,
+            V // 2, H)
+    return k, v
+
+
+def attention_inputs_backward(dq, dk, dv, table, heads, nope):
+    """Gradients of q, k, v as above, contiguous -> those of kv and k_rope, summed over heads in float32; dq turns in place."""
+    (T, V), R = (len(dv), dv.shape[1] // heads), 2 * table.shape[2]
+    dkv, dk_rope, H = dk.new_empty((T, heads * (nope + V))), dk.new_empty((T, R)), min(32, triton.next_power_of_2(heads))
+    _launch(_attention_inputs_backward, T, dq.view(torch.int32), _words(dk), _words(dv), table, _words(dkv), _words(dk_rope),
+            table.shape[1], heads, nope // 2, R // 2, V // 2, H)
+    return dkv, dk_rope
 
 
 def fp8_to_fp4(data, scale):
