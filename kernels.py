@@ -910,24 +910,18 @@ def _fp4_to_fp8_rows(table, data, byte, index, end, data8, scale8, s_row, s_col,
 
 
 @triton.jit
-def _fp4_row(r: tl.constexpr, data, byte, index, row0, tile_k, M, K: tl.constexpr, PER: tl.constexpr):
+def _fp4_row(r: tl.constexpr, data, byte, index, row0, tile_k, M, width, WHOLE: tl.constexpr, PER: tl.constexpr):
     """Of rows r, 16 + r, ..., 112 + r four words for each of 32 threads, [32] each, and the bytes of the words' blocks."""
     g, q = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4
     rows, at = _source(index, row0, 16 * g + r, M, PER), _origin(tile_k, 16) + 4 * q
-    words = _gather_at(data, rows, at, tl.arange(0, 4), K // 8)
+    inside = rows >= 0 if WHOLE else (rows >= 0) & (at < width)
+    words = tl.load(data + (rows * width + at)[:, None] + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0)
     b = ()
     for n in tl.static_range(0, 4, OCTETS):
         k = (at + n) // OCTETS
-        b += (tl.load(byte + rows * (K // MX) + k, mask=(rows >= 0) & (k < K // MX), other=0).to(tl.int32),)
+        b += (tl.load(byte + rows * (width // OCTETS) + k, mask=inside, other=0).to(tl.int32),)
     w0, w1, w2, w3 = _quarters(words)
     return (tl.reshape(w0, (32,)), tl.reshape(w1, (32,)), tl.reshape(w2, (32,)), tl.reshape(w3, (32,))), b
-
-
-@triton.jit
-def _gather_at(ptr, rows, at, c, width):
-    """Elements c from column `at` on, which is each row's own."""
-    inside = (rows >= 0) & (at < width)
-    return tl.load(ptr + (rows * width + at)[:, None] + c[None, :], mask=inside[:, None], other=0)
 
 
 @triton.jit
@@ -941,9 +935,10 @@ def _transpose_words(a, b, c, d):
 
 
 @triton.jit
-def _fp4_to_fp8_cols(table, data, byte, index, end, data8, scale8, s_row, s_col, M, K: tl.constexpr, pitch,
+def _fp4_to_fp8_cols(table, data, byte, index, end, data8, scale8, s_row, s_col, M, width, pitch, WHOLE: tl.constexpr,
                      PER: tl.constexpr):
-    """MXFP4 rows -> FP8 cols [K, pitch] in words, one scale [K/128, M/128] a 128x128 tile: as exact as rows.
+    """MXFP4 rows, each of `width` words -> FP8 cols [K, pitch] in words, one scale [K/128, M/128] a 128x128 tile: as exact as
+    rows. WHOLE: 128 divides K. (As a constant, K would have this kernel, ten seconds of compiling, compiled for each.)
 
     One warp a tile: a thread holds 32 columns of 16 neighbouring rows, which are 16 neighbouring bytes of each column."""
     tile_m, tile_k = _tile_down(M)
@@ -953,7 +948,7 @@ def _fp4_to_fp8_cols(table, data, byte, index, end, data8, scale8, s_row, s_col,
         return
     words, blocks, tables = (), (), ()
     for r in tl.static_range(16):
-        w, b = _fp4_row(r, data, byte, index, row0, tile_k, M, K, PER)
+        w, b = _fp4_row(r, data, byte, index, row0, tile_k, M, width, WHOLE, PER)
         words, blocks = words + w, blocks + b
     top = blocks[0]
     for i in tl.static_range(1, 16 * N):
@@ -970,17 +965,17 @@ def _fp4_to_fp8_cols(table, data, byte, index, end, data8, scale8, s_row, s_col,
             f3, s3 = _decode_e2m1(words[4 * r + 12 + w], *tables[N * r + 3 * N + w // OCTETS])
             c += _transpose_words(f0, f1, f2, f3) + _transpose_words(s0, s1, s2, s3)
         for j in tl.static_range(8):
-            _store_16_rows(data8, c[j], c[8 + j], c[16 + j], c[24 + j], tile_m, tile_k, 8 * w + j, pitch, K)
+            _store_16_rows(data8, c[j], c[8 + j], c[16 + j], c[24 + j], tile_m, tile_k, 8 * w + j, pitch, width * 8, WHOLE)
     tl.store(scale8 + tile_k.to(tl.int64) * s_row + tile_m.to(tl.int64) * s_col, _fp8_scale(e, bad))
 
 
 @triton.jit
-def _store_16_rows(data, a, b, c, d, tile_m, tile_k, j: tl.constexpr, pitch, K: tl.constexpr):
+def _store_16_rows(data, a, b, c, d, tile_m, tile_k, j: tl.constexpr, pitch, K, WHOLE: tl.constexpr):
     """Words [32] of rows 16g, 16g + 4, 16g + 8, 16g + 12 and the three behind each, of columns 32q + j -> [K, pitch]."""
     words, t = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (32, 4)), tl.arange(0, 32)
     k = (_origin(tile_k, 128) + 32 * (t % 4) + j)[:, None]
     m = (tile_m * 32 + 4 * (t // 4))[:, None] + tl.arange(0, 4)[None, :]
-    tl.store(data + k * pitch + m, words, mask=(k < K) & (m < pitch))
+    tl.store(data + k * pitch + m, words, mask=m < pitch if WHOLE else (k < K) & (m < pitch))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -2180,8 +2175,8 @@ def fp4_fan_out_cols(data, scale, index=None, end=None, per=1):
     K, M = data.shape[1] * 2, len(data) if index is None else len(index)
     fp8 = _new_fp8_cols(data, K, M)
     _launch(_fp4_to_fp8_cols, _cdiv(M, 128) * _cdiv(K, 128), _e2m1_table(data.device), _words(data),
-            scale.contiguous(), index, end, _words(fp8[0]), *_fp8_out(fp8)[1:], M, K, _cdiv(M, 4), per,
-            num_warps=1)
+            scale.contiguous(), index, end, _words(fp8[0]), *_fp8_out(fp8)[1:], M, K // 8, _cdiv(M, 4),
+            K % 128 == 0, per, num_warps=1)
     return fp8[0][:, :M], fp8[1]
 
 
