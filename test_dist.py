@@ -12,12 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, state_dict_saver
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -290,6 +291,24 @@ def test_checkpoints_are_of_any_layout(tmp_path):  # [26] [28]
             assert wholes.keys() == expected.keys()
             assert all(torch.equal(wholes[name], w * factor) for name, w in expected.items())
         assert all(bias.tolist() == [1, 2, 3, 4] for _, biases in of_ranks for bias in biases.values())
+
+
+def test_a_save_is_of_the_moment_it_began(tmp_path, monkeypatch):
+    """The thread gets to write only when the weights have changed; a second save waits for the first."""
+    net, changed, save = build(None), threading.Event(), state_dict_saver.save
+    monkeypatch.setattr(state_dict_saver, "save", lambda *args, **options: changed.wait(30) and save(*args, **options))
+    optimizer = train.make_optimizer(net, train.Config())
+    was = net.embed.detach().clone()
+    with train.Saver(tmp_path) as saver, torch.no_grad():
+        saver.begin(train.training_state(net, optimizer), {"step": 1})
+        assert saver.busy() and not (tmp_path / "1").exists()
+        net.embed.zero_()
+        changed.set()
+        saver.begin(train.training_state(net, optimizer), {"step": 2})
+        assert (tmp_path / "1").exists()
+    for step, expected in (1, was), (2, torch.zeros_like(was)):
+        train.load_checkpoint(tmp_path / str(step), train.training_state(net, optimizer))
+        assert torch.equal(net.embed, expected)
 
 
 def test_a_run_goes_on_in_another_layout(micro):  # [28]

@@ -686,9 +686,10 @@ def spoiled(config, value, spoiled_ranks):
     return train.main(config), changed
 
 
-@pytest.mark.parametrize("value, ranks, said, moments", [(math.nan, [1], "nan", "fp32"), (1e20, [0, 1], "inf", "bf16")])
-def test_all_ranks_skip_a_non_finite_step(micro, value, ranks, said, moments):  # [22]
-    answers = results(launch(spoiled, micro(steps=4, save_every=1, precision="fp8", moments=moments), value, ranks))
+@pytest.mark.parametrize("value, ranks, said, change", [
+    (math.nan, [1], "nan", {}), (1e20, [0, 1], "inf", dict(moments="bf16")), (math.nan, [1], "nan", dict(ep=2, fsdp=2))])
+def test_all_ranks_skip_a_non_finite_step(micro, value, ranks, said, change):  # [22]
+    answers = results(launch(spoiled, micro(steps=4, save_every=1, precision="fp8", **change), value, ranks))
     for last, changed in answers:
         assert changed == [True, True, False, True] and last["skipped"] == 1 and math.isfinite(last["val_loss"])
     assert answers[0][0]["grad_norm"] == answers[1][0]["grad_norm"]
