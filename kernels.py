@@ -27,6 +27,7 @@ Bytes that each kernel has to move, an element, with bfloat16 in; over the memor
   fp4 -> fp8, rows or cols    1/2 + 1/32           1 + 4/128                         1.56 (by way of bfloat16: 5.56)
   fp8 rows -> cols            1 + 4/128            1                                 2.03 (and rows: 3.06)
   rms_norm                    2                    2 + 1.03 + 0.53                   5.56
+  attention_inputs, a head    640                  768                               1408 (N = V = 128, R = 64; backward alike)
   swiglu, an element of a     4 (of h)             1.03 + 2.06 (h in MXFP4: 1.06)    7.09 (6.09)
   swiglu_backward             2 + 2.06             2.06 + 2.06 + 1.03                9.22 (h in MXFP4: 8.22)
   sum_rows                    2 for each expert    2
@@ -76,7 +77,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 INF = tl.constexpr(0x7F800000)  # as float32 magnitude bits: from here on Inf and NaN
-INFINITE, NOT_A_NUMBER, LOWEST = tl.constexpr(math.inf), tl.constexpr(math.nan), tl.constexpr(-3.4028234663852886e38)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
 NO_NUMBER = tl.constexpr(128)  # the exponent of Inf and NaN
 E4M3_NAN = tl.constexpr(0x7F)
 MX_NAN = tl.constexpr(255)
@@ -786,6 +787,85 @@ def _rms_norm_backward(dy, x, weight, dx, dw, eps, M, K: tl.constexpr, HALF: tl.
 
 
 # -----------------------------------------------------------------------------
+# attention's inputs. All in pairs, and so are the widths: q, k [T, A, N + R], kv [T, A, N + V], v [T, A, V], k_rope [T, R]. A row
+# is one head of a token. A pair turns by its token's angle: table [2, S, R] float32, cosines and sines.
+
+@triton.jit
+def _of_heads(ptr, rows, first, n, pitch):
+    """Where columns first ... first + n - 1 of rows lie, 64-bit; and which there are: no row is -1."""
+    c = tl.arange(0, triton.next_power_of_2(n))
+    return ptr + (rows * pitch + first)[:, None] + c[None, :], (rows >= 0)[:, None] & (c < n)[None, :]
+
+
+@triton.jit
+def _copy_heads(source, source_first, source_pitch, ptr, first, pitch, rows, n):
+    at, inside = _of_heads(source, rows, source_first, n, source_pitch)
+    words = tl.load(at, mask=inside, other=0)
+    at, inside = _of_heads(ptr, rows, first, n, pitch)
+    tl.store(at, words, mask=inside)
+
+
+@triton.jit
+def _angles(table, token, S, R: tl.constexpr):
+    """Cosines and sines of a token's pairs, [1, R] padded to a power of two."""
+    c = tl.arange(0, triton.next_power_of_2(R))
+    at = table + (token % S) * R + c
+    cos, sin = tl.load(at, mask=c < R, other=0), tl.load(at + S.to(tl.int64) * R, mask=c < R, other=0)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def _turn(even, odd, cos, sin):
+    return _pair(even * cos - odd * sin, even * sin + odd * cos)
+
+
+@triton.jit
+def _turn_heads(ptr, rows, first, n, pitch, cos, sin):
+    """Where they lie."""
+    at, inside = _of_heads(ptr, rows, first, n, pitch)
+    even, odd = _unpair(tl.load(at, mask=inside, other=0))
+    tl.store(at, _turn(even, odd, cos, sin), mask=inside)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _attention_inputs(kv, k_rope, k_row, q, table, k, v, S, A: tl.constexpr, N: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
+                      H: tl.constexpr):
+    """H heads of a token a program."""
+    chunks: tl.constexpr = (A + H - 1) // H
+    token, h = _origin(tl.program_id(0) // chunks, 1), tl.program_id(0) % chunks * H + tl.arange(0, H)
+    rows = tl.where(h < A, token * A + h, -1)
+    cos, sin = _angles(table, token, S, R)
+    if q is not None:
+        _turn_heads(q, rows, N, R, N + R, cos, sin)
+    at, inside = _of_heads(k_rope, token + tl.zeros((1,), tl.int64), 0, R, k_row)
+    even, odd = _unpair(tl.load(at, mask=inside, other=0))
+    at, inside = _of_heads(k, rows, N, R, N + R)
+    tl.store(at, tl.broadcast_to(_turn(even, odd, cos, sin), at.shape), mask=inside)
+    _copy_heads(kv, 0, N + V, k, 0, N + R, rows, N)
+    _copy_heads(kv, N, N + V, v, 0, V, rows, V)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _attention_inputs_backward(dq, dk, dv, table, dkv, dk_rope, S, A: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+                               V: tl.constexpr, H: tl.constexpr):
+    """A token a program, H heads at a time: the gradient of the shared key is summed in one order."""
+    token = _origin(tl.program_id(0), 1)
+    cos, sin = _angles(table, token, S, R)
+    even, odd = tl.zeros((H, cos.shape[1]), tl.float32), tl.zeros((H, cos.shape[1]), tl.float32)
+    for first in range(0, A, H):
+        h = first + tl.arange(0, H)
+        rows = tl.where(h < A, token * A + h, -1)
+        _turn_heads(dq, rows, N, R, N + R, cos, -sin)
+        at, inside = _of_heads(dk, rows, N, R, N + R)
+        more_even, more_odd = _unpair(tl.load(at, mask=inside, other=0))
+        even, odd = even + more_even, odd + more_odd
+        _copy_heads(dk, 0, N + R, dkv, 0, N + V, rows, N)
+        _copy_heads(dv, 0, V, dkv, N, N + V, rows, V)
+    at, inside = _of_heads(dk_rope, token + tl.zeros((1,), tl.int64), 0, R, R)
+    tl.store(at, _turn(tl.sum(even, 0)[None, :], tl.sum(odd, 0)[None, :], cos, -sin), mask=inside)
+
+
+# -----------------------------------------------------------------------------
 # one small format -> another, through an index where rows fan out to experts. New exponents come from old ones; an element
 # is rounded once. `index` None: rows stay where they are; `end`: [1], the first row behind the last expert's.
 
@@ -830,24 +910,18 @@ def _fp4_to_fp8_rows(table, data, byte, index, end, data8, scale8, s_row, s_col,
 
 
 @triton.jit
-def _fp4_row(r: tl.constexpr, data, byte, index, row0, tile_k, M, K: tl.constexpr, PER: tl.constexpr):
+def _fp4_row(r: tl.constexpr, data, byte, index, row0, tile_k, M, width, WHOLE: tl.constexpr, PER: tl.constexpr):
     """Of rows r, 16 + r, ..., 112 + r four words for each of 32 threads, [32] each, and the bytes of the words' blocks."""
     g, q = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4
     rows, at = _source(index, row0, 16 * g + r, M, PER), _origin(tile_k, 16) + 4 * q
-    words = _gather_at(data, rows, at, tl.arange(0, 4), K // 8)
+    inside = rows >= 0 if WHOLE else (rows >= 0) & (at < width)
+    words = tl.load(data + (rows * width + at)[:, None] + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0)
     b = ()
     for n in tl.static_range(0, 4, OCTETS):
         k = (at + n) // OCTETS
-        b += (tl.load(byte + rows * (K // MX) + k, mask=(rows >= 0) & (k < K // MX), other=0).to(tl.int32),)
+        b += (tl.load(byte + rows * (width // OCTETS) + k, mask=inside, other=0).to(tl.int32),)
     w0, w1, w2, w3 = _quarters(words)
     return (tl.reshape(w0, (32,)), tl.reshape(w1, (32,)), tl.reshape(w2, (32,)), tl.reshape(w3, (32,))), b
-
-
-@triton.jit
-def _gather_at(ptr, rows, at, c, width):
-    """Elements c from column `at` on, which is each row's own."""
-    inside = (rows >= 0) & (at < width)
-    return tl.load(ptr + (rows * width + at)[:, None] + c[None, :], mask=inside[:, None], other=0)
 
 
 @triton.jit
@@ -861,9 +935,10 @@ def _transpose_words(a, b, c, d):
 
 
 @triton.jit
-def _fp4_to_fp8_cols(table, data, byte, index, end, data8, scale8, s_row, s_col, M, K: tl.constexpr, pitch,
+def _fp4_to_fp8_cols(table, data, byte, index, end, data8, scale8, s_row, s_col, M, width, pitch, WHOLE: tl.constexpr,
                      PER: tl.constexpr):
-    """MXFP4 rows -> FP8 cols [K, pitch] in words, one scale [K/128, M/128] a 128x128 tile: as exact as rows.
+    """MXFP4 rows, each of `width` words -> FP8 cols [K, pitch] in words, one scale [K/128, M/128] a 128x128 tile: as exact as
+    rows. WHOLE: 128 divides K. (As a constant, K would have this kernel, ten seconds of compiling, compiled for each.)
 
     One warp a tile: a thread holds 32 columns of 16 neighbouring rows, which are 16 neighbouring bytes of each column."""
     tile_m, tile_k = _tile_down(M)
@@ -873,7 +948,7 @@ def _fp4_to_fp8_cols(table, data, byte, index, end, data8, scale8, s_row, s_col,
         return
     words, blocks, tables = (), (), ()
     for r in tl.static_range(16):
-        w, b = _fp4_row(r, data, byte, index, row0, tile_k, M, K, PER)
+        w, b = _fp4_row(r, data, byte, index, row0, tile_k, M, width, WHOLE, PER)
         words, blocks = words + w, blocks + b
     top = blocks[0]
     for i in tl.static_range(1, 16 * N):
@@ -890,17 +965,17 @@ def _fp4_to_fp8_cols(table, data, byte, index, end, data8, scale8, s_row, s_col,
             f3, s3 = _decode_e2m1(words[4 * r + 12 + w], *tables[N * r + 3 * N + w // OCTETS])
             c += _transpose_words(f0, f1, f2, f3) + _transpose_words(s0, s1, s2, s3)
         for j in tl.static_range(8):
-            _store_16_rows(data8, c[j], c[8 + j], c[16 + j], c[24 + j], tile_m, tile_k, 8 * w + j, pitch, K)
+            _store_16_rows(data8, c[j], c[8 + j], c[16 + j], c[24 + j], tile_m, tile_k, 8 * w + j, pitch, width * 8, WHOLE)
     tl.store(scale8 + tile_k.to(tl.int64) * s_row + tile_m.to(tl.int64) * s_col, _fp8_scale(e, bad))
 
 
 @triton.jit
-def _store_16_rows(data, a, b, c, d, tile_m, tile_k, j: tl.constexpr, pitch, K: tl.constexpr):
+def _store_16_rows(data, a, b, c, d, tile_m, tile_k, j: tl.constexpr, pitch, K, WHOLE: tl.constexpr):
     """Words [32] of rows 16g, 16g + 4, 16g + 8, 16g + 12 and the three behind each, of columns 32q + j -> [K, pitch]."""
     words, t = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (32, 4)), tl.arange(0, 32)
     k = (_origin(tile_k, 128) + 32 * (t % 4) + j)[:, None]
     m = (tile_m * 32 + 4 * (t // 4))[:, None] + tl.arange(0, 4)[None, :]
-    tl.store(data + k * pitch + m, words, mask=(k < K) & (m < pitch))
+    tl.store(data + k * pitch + m, words, mask=m < pitch if WHOLE else (k < K) & (m < pitch))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -1816,14 +1891,14 @@ def _token_losses(logits, targets, loss, lse, V: tl.constexpr, C: tl.constexpr):
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, C)
     top, total = tl.full((C,), LOWEST, tl.float32), tl.zeros((C,), tl.float32)
     for start in range(0, V, C):
-        x = _float(tl.load(logits + row * V + start + c, mask=start + c < V, other=-INFINITE))
+        x = _float(tl.load(logits + row * V + start + c, mask=start + c < V, other=-float("inf")))
         higher = tl.maximum(top, x)
         total = total * tl.exp(top - higher) + tl.exp(x - higher)
         top = higher
     most = tl.max(top, 0)
     above = tl.log(tl.sum(total * tl.exp(top - most), 0))
     target = tl.load(targets + row)
-    chosen = _float(tl.load(logits + row * V + target, mask=(target >= 0) & (target < V), other=NOT_A_NUMBER))
+    chosen = _float(tl.load(logits + row * V + target, mask=(target >= 0) & (target < V), other=float("nan")))
     tl.store(lse + row, most + above)
     tl.store(loss + row, tl.where(target == -100, 0.0, (most - chosen) + above))
 
@@ -2050,6 +2125,28 @@ def rms_norm_backward(dy, x, weight, eps):
     return dx, dw.sum(0)
 
 
+def attention_inputs(q, kv, k_rope, table, heads, nope):
+    """kv [T, A*(N+V)], k_rope [T, R] bfloat16, table [2, S, R/2] float32: cosines and sines of positions -> k [T, A*(N+R)],
+    v [T, A*V]. Rotates q [T, A*(N+R)], contiguous, where it lies; None leaves it out. N, R, V are even, S divides T."""
+    (T, R), V = k_rope.shape, kv.shape[1] // heads - nope
+    if k_rope.stride(1) != 1 or k_rope.stride(0) % 2 or k_rope.storage_offset() % 2:
+        k_rope = k_rope.contiguous()
+    k, v, H = kv.new_empty((T, heads * (nope + R))), kv.new_empty((T, heads * V)), min(32, triton.next_power_of_2(heads))
+    _launch(_attention_inputs, T * _cdiv(heads, H), _words(kv), k_rope.view(torch.int32), k_rope.stride(0) // 2,
+            None if q is None else q.view(torch.int32), table, _words(k), _words(v), table.shape[1], heads, nope // 2, R // 2,
+            V // 2, H)
+    return k, v
+
+
+def attention_inputs_backward(dq, dk, dv, table, heads, nope):
+    """Gradients of q, k, v as above, contiguous -> those of kv and k_rope, summed over heads in float32; dq turns in place."""
+    (T, V), R = (len(dv), dv.shape[1] // heads), 2 * table.shape[2]
+    dkv, dk_rope, H = dk.new_empty((T, heads * (nope + V))), dk.new_empty((T, R)), min(32, triton.next_power_of_2(heads))
+    _launch(_attention_inputs_backward, T, dq.view(torch.int32), _words(dk), _words(dv), table, _words(dkv), _words(dk_rope),
+            table.shape[1], heads, nope // 2, R // 2, V // 2, H)
+    return dkv, dk_rope
+
+
 def fp8_to_fp4(data, scale):
     """FP8 rows [M, K], 32 | K -> MXFP4 rows: data [M, K/2], scale [M, K/32], both uint8; rule "even"."""
     M, K = data.shape
@@ -2078,8 +2175,8 @@ def fp4_fan_out_cols(data, scale, index=None, end=None, per=1):
     K, M = data.shape[1] * 2, len(data) if index is None else len(index)
     fp8 = _new_fp8_cols(data, K, M)
     _launch(_fp4_to_fp8_cols, _cdiv(M, 128) * _cdiv(K, 128), _e2m1_table(data.device), _words(data),
-            scale.contiguous(), index, end, _words(fp8[0]), *_fp8_out(fp8)[1:], M, K, _cdiv(M, 4), per,
-            num_warps=1)
+            scale.contiguous(), index, end, _words(fp8[0]), *_fp8_out(fp8)[1:], M, K // 8, _cdiv(M, 4),
+            K % 128 == 0, per, num_warps=1)
     return fp8[0][:, :M], fp8[1]
 
 

@@ -39,12 +39,12 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import quant
 from quant import RECIPES, Activation, Recipe
 
+aten = torch.ops.aten
 RECOMPUTE_SCOPES = ("norm", "mla_up", "attn", "mlp", "moe")
 
 
@@ -198,26 +198,6 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 # -----------------------------------------------------------------------------
 # multi-head latent attention
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal softmax attention, q, k [B, S, A, D], v [B, S, A, V] -> [B, S, A, V]; a single query attends to every key.
-
-    cuDNN takes values narrower than keys. Without it (CPU, float32, or deterministic algorithms, which it refuses) values are
-    padded to the keys' width for the flash kernel."""
-    if 1 < q.shape[1] < k.shape[1]:
-        raise ValueError(f"{q.shape[1]} new tokens after {k.shape[1] - q.shape[1]} cached ones: give all at once, or one by one")
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    causal = q.shape[2] > 1
-    if q.is_cuda and q.dtype != torch.float32 and not torch.are_deterministic_algorithms_enabled():
-        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        with sdpa_kernel(order, set_priority=True):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
-    else:
-        pad = q.shape[-1] - v.shape[-1]
-        padded = F.pad(v, (0, pad)) if pad > 0 else v
-        out = F.scaled_dot_product_attention(q, k, padded, is_causal=causal, scale=scale)[..., :v.shape[-1]]
-    return out.transpose(1, 2)
-
-
 class Pass(NamedTuple):
     """What is the same for every layer of one forward pass."""
     batch: int
@@ -229,6 +209,145 @@ class Pass(NamedTuple):
 def replayed(again: bool, f, *args):
     """f(*args), and where `again`, computed a second time in backward instead of keeping what is inside."""
     return checkpoint(f, *args, use_reentrant=False, preserve_rng_state=False) if again else f(*args)
+
+
+def heads(q_TD: Tensor | None, kv_TD: Tensor, k_rope: Tensor, run: Pass, c: ModelConfig) -> tuple[Tensor | None, Tensor, Tensor]:
+    """q_TD [T, A*(N+R)], kv_TD [T, A*(N+V)], k_rope [T, R] -> what attention reads: q, k [B, S, A, N+R], v [B, S, A, V].
+
+    Queries are rotated where they lie (None stays None), and are those of the last positions where keys are cached. The shared
+    key becomes part of every head's; values are copied, for a view would keep all of kv_TD alive."""
+    batched = lambda x: x.view(run.batch, -1, c.n_heads, x.shape[1] // c.n_heads)
+    q = batched(q_TD) if q_TD is not None else None
+    if _heads_fuse(kv_TD, q, run, c):
+        k, v = quant.kernels.attention_inputs(q_TD, kv_TD, k_rope, run.rope, c.n_heads, c.nope_dim)
+        return q, batched(k), batched(v)
+    if q is not None:
+        q_rope = q[..., c.nope_dim:]
+        q_rope.copy_(rotate(q_rope, run.rope[:, -q.shape[1]:]))
+    k_nope, v = batched(kv_TD).split([c.nope_dim, c.v_dim], -1)
+    k_rope = rotate(rearrange(k_rope, "(b s) r -> b s 1 r", b=run.batch), run.rope)
+    return q, torch.cat([k_nope, k_rope.expand(-1, -1, c.n_heads, -1)], -1), v.contiguous()
+
+
+def heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, run: Pass, c: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q_TD, kv_TD and k_rope, the last one summed over heads in float32; overwrites dq."""
+    dq, dk, dv = (t.contiguous() for t in (dq, dk, dv))
+    flat = lambda t: t.flatten(2).flatten(0, 1)
+    if _heads_fuse(dk, dq, run, c):
+        return flat(dq), *quant.kernels.attention_inputs_backward(*map(flat, (dq, dk, dv)), run.rope, c.n_heads, c.nope_dim)
+    back = torch.stack([run.rope[0], -run.rope[1]])
+    dq_rope, (dk_nope, dk_rope) = dq[..., c.nope_dim:], dk.split([c.nope_dim, c.rope_dim], -1)
+    dq_rope.copy_(rotate(dq_rope, back[:, -dq.shape[1]:]))
+    total = dk_rope.sum(2, keepdim=True, dtype=torch.promote_types(dk.dtype, torch.float32))
+    return flat(dq), flat(torch.cat([dk_nope, dv], -1)), flat(rotate(total, back).to(dk.dtype))
+
+
+def _heads_fuse(k: Tensor, q: Tensor | None, run: Pass, c: ModelConfig) -> bool:
+    """Whether the kernels put heads together: bfloat16 on a GPU, in pairs, and no key older than the queries."""
+    alike = q is None or q.shape[1] == run.rope.shape[1]
+    return quant._on_gpu(k) and k.dtype == torch.bfloat16 and alike and c.nope_dim % 2 == c.v_dim % 2 == 0
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, list[Tensor], str]:
+    """Causal softmax attention, q, k [B, S, A, D], v [B, S, A, V] -> [B, S, A, V], what backward needs beside that and q, k, v
+    (log-sum-exp, and on a GPU random state), and the kernel's name. A single query attends to every key.
+
+    cuDNN takes values narrower than keys. It refuses deterministic algorithms, and GPUs before Hopper: there the flash kernel
+    takes padded ones (its backward is up to ten times as fast as the memory-efficient kernel's, which is left for float32).
+    ValueError for several, not all, of the queries."""
+    if 1 < q.shape[1] < k.shape[1]:
+        raise ValueError(f"{q.shape[1]} new tokens after {k.shape[1] - q.shape[1]} cached ones: give all at once, or one by one")
+    causal, name = q.shape[1] > 1, _attention_kernel(q, k, v)
+    width, (q, k, v) = v.shape[-1], _for_attention(name, q, k, v)
+    if name == "cudnn":
+        out, lse, _, _, _, _, *random, _ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    elif name == "flash":
+        out, lse, _, _, _, _, *random, _ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    elif name == "efficient":
+        out, lse, *random = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    else:
+        (out, lse), random = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale), []
+    return out[..., :width].transpose(1, 2), [lse, *random], name
+
+
+def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rest: list[Tensor], name: str, scale: float):
+    """Gradients of q, k, v from what `attention` read and gave."""
+    widths, lengths, causal = [t.shape[-1] for t in (q, k, v)], (q.shape[1], k.shape[1]), q.shape[1] > 1
+    q, k, v, out, dout = _for_attention(name, q, k, v, out, dout)
+    if name == "cudnn":
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, *rest, None, None, None, *lengths, 0.0, causal, scale=scale)
+    elif name == "flash":
+        lse, *random = rest
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, *lengths, 0.0, causal, *random, scale=scale)
+    elif name == "efficient":
+        grads = aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, None, out, *rest, 0.0, [True, True, True, False], causal, scale=scale)
+    else:
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, *rest, 0.0, causal, scale=scale)
+    return [grad[..., :width].transpose(1, 2) for grad, width in zip(grads, widths)]
+
+
+def _attention_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """cuDNN's where scaled_dot_product_attention would take it for training, so that evaluation reads the same numbers."""
+    if not q.is_cuda:
+        return "cpu"
+    leaves = [t.detach().transpose(1, 2).requires_grad_() for t in (q, k, v)]
+    params = torch.backends.cuda.SDPAParams(*leaves, None, 0.0, q.shape[1] > 1, False)
+    if not torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.can_use_cudnn_attention(params):
+        return "cudnn"
+    return "flash" if q.dtype in (torch.bfloat16, torch.float16) and max(q.shape[-1], v.shape[-1]) <= 256 else "efficient"
+
+
+def _for_attention(name: str, *tensors: Tensor) -> list[Tensor]:
+    """[B, S, A, D] -> [B, A, S, D'], padded with zeros to the width that the kernel takes."""
+    widths = [t.shape[-1] for t in tensors]
+    if name in ("flash", "cpu"):  # one width for all
+        widths = [max(widths)] * len(tensors)
+    if name != "cudnn":
+        widths = [-(-width // 8) * 8 for width in widths]
+    padded = (F.pad(t, (0, width - t.shape[-1])) if width > t.shape[-1] else t for t, width in zip(tensors, widths))
+    return [t.transpose(1, 2) for t in padded]
+
+
+class _Attend(torch.autograd.Function):
+    """Heads and their attention: q_TD, kv_TD, k_rope as `heads` takes them -> [T, A*V]. Overwrites q_TD, whose only reader it is.
+
+    Keeps q, k, v, the output and its log-sum-exp. With latents (q_TL, kv_TL) it keeps those in place of q, k, v, and computes
+    the up-projections and the heads again in backward, to the same bits; attention itself runs once. Weights and norms have
+    no part in that: autograd's graph of the up-projections stands, holding latents only, and takes the gradients from here.
+    So every weight gets its gradient once, added inside Wgrad as any other, and whoever hooks or shards it sees it."""
+
+    @staticmethod
+    def forward(ctx, q_TD, kv_TD, k_rope, mla, run, *latents):
+        ctx.mla, ctx.run, c = mla, run, mla.config
+        q, k, v = heads(q_TD.detach(), kv_TD, k_rope, run, c)
+        if q_TD.requires_grad:  # so that autograd would find out if somebody had kept it
+            torch.autograd.graph.increment_version(q_TD)
+        out, rest, ctx.kernel = attention(q, k, v, mla.scale)
+        out = out.flatten(2).flatten(0, 1)
+        if latents:  # without a latent of their own the queries are kept, rotated
+            q, k, v = None if c.q_lora else q, None, None
+        ctx.save_for_backward(q, k, v, out, *latents, *rest)
+        ctx.latents = len(latents)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        mla, run, c = ctx.mla, ctx.run, ctx.mla.config
+        q, k, v, out, *rest = ctx.saved_tensors
+        latents, rest = rest[:ctx.latents], rest[ctx.latents:]
+        if latents:
+            with torch.no_grad():
+                fresh, k, v = heads(*mla.up(*latents, run), run, c)
+            q = fresh if q is None else q
+            del fresh
+        batched = lambda x: x.view(run.batch, -1, c.n_heads, c.v_dim)
+        grads = attention_backward(batched(dout), q, k, v, batched(out), rest, ctx.kernel, mla.scale)
+        del q, k, v
+        return *heads_backward(*grads, run, c), *[None] * (2 + len(latents))
 
 
 class MLA(nn.Module):
@@ -254,24 +373,21 @@ class MLA(nn.Module):
         if cache is not None:
             cache.append(kv_TL.unflatten(0, (run.batch, -1)))
             kv_TL = torch.cat(cache, 1).flatten(0, 1)
-        o = replayed("mla_up" in run.recompute, lambda q, kv: self.attend(q, kv, run), q_TL, kv_TL)
+        q_TD, kv_TD, k_rope = self.up(q_TL, kv_TL, run)
+        latents = ()
+        if "mla_up" in run.recompute and "attn" not in run.recompute:  # whose replay comes just before it would be of use
+            latents = q_TL.detach() if self.config.q_lora else None, kv_TL.detach()
+        o = _Attend.apply(q_TD, kv_TD, k_rope, self, run, *latents)
         # wo keeps nothing of its own: attention's backward needs its output in BF16 anyway
         return quant.linear(o, self.wo, Recipe(run.recipe.compute))
 
-    def attend(self, q_TL: Tensor, kv_TL: Tensor, run: Pass) -> Tensor:
-        """Latents -> attention output [T, A*V]. The latents are kept raw; their norms are rebuilt in backward."""
+    def up(self, q_TL: Tensor | None, kv_TL: Tensor, run: Pass) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Latents -> q_TD, kv_TD, k_rope, nothing rotated. Latents are kept raw; their norms are rebuilt in backward."""
         c = self.config
         normed = lambda x, weight: quant.rms_norm(x, weight, c.norm_eps, run.recipe, rebuild=True)
-        heads = lambda x: rearrange(x, "(b s) (a d) -> b s a d", b=run.batch, a=c.n_heads)
         latent, k_rope = kv_TL.split([c.kv_lora, c.rope_dim], -1)
         q_TD = quant.linear(normed(q_TL, self.q_norm), self.wq_b) if c.q_lora else q_TL
-        q_nope, q_rope = heads(q_TD).split([c.nope_dim, c.rope_dim], -1)
-        k_nope, v = heads(quant.linear(normed(latent, self.kv_norm), self.wkv_b)).split([c.nope_dim, c.v_dim], -1)
-        k_rope = rotate(rearrange(k_rope, "(b s) d -> b s 1 d", b=run.batch), run.rope)
-        q = torch.cat([q_nope, rotate(q_rope, run.rope[:, -q_nope.shape[1]:])], -1)  # the last positions, where keys are cached
-        k = torch.cat([k_nope, k_rope.expand(-1, -1, c.n_heads, -1)], -1)
-        # contiguous: a view would keep k_nope's half of the up-projection alive
-        return attention(q, k, v.contiguous(), self.scale).flatten(2).flatten(0, 1)
+        return q_TD, quant.linear(normed(latent, self.kv_norm), self.wkv_b), k_rope
 
 
 # -----------------------------------------------------------------------------
@@ -1229,8 +1345,7 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, recompute: frozenset = froze
     """Bytes a token of one layer that autograd holds between forward and backward, by tensor.
 
     ranks: expert-parallel ranks; on one, what experts received and the shared expert's input are the same tensor where they
-    have the same format. element_size: bytes of an unquantised activation. dense: a layer with a dense feed-forward.
-    Where attention pads values to the keys' width (see `attention`), v and its output are that wide instead."""
+    have the same format. element_size: bytes of an unquantised activation. dense: a layer with a dense feed-forward."""
     c, e = config, element_size
     size = lambda width, name: quant.bytes_per_row(width, name, e)
     attn, norm, mla_up = "attn" in recompute, "norm" in recompute, "mla_up" in recompute or "attn" in recompute
@@ -1240,7 +1355,7 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, recompute: frozenset = froze
     rows["latents"] = 0 if attn else latents * e
     rows["q, k, v"] = 0 if mla_up else c.n_heads * (2 * c.qk_dim + c.v_dim) * e
     rows["attention output"] = 0 if attn else c.n_heads * c.v_dim * e
-    rows["log-sum-exp"] = 0 if mla_up else c.n_heads * 4
+    rows["log-sum-exp"] = 0 if attn else c.n_heads * 4
     rows["normed input, attention"] = 0 if norm or attn else size(c.hidden, recipe.save)
     rebuilt = norm or "mlp" in recompute
     if dense:

@@ -481,6 +481,32 @@ def test_rms_norm_backward():
     assert (dw - w.grad).norm() <= 1e-6 * w.grad.norm()
 
 
+@pytest.mark.parametrize("batch, length, heads, widths, strided", [
+    (2, 5, 4, (32, 16, 32), True), (1, 3, 6, (24, 12, 40), True), (3, 2, 33, (8, 2, 6), False),
+    (1, 1, 1, (2, 4, 2), False)])
+def test_attention_inputs(batch, length, heads, widths, strided):
+    """Forward and backward. Sums over heads are exact here, so that they do not depend on the order."""
+    nope, rope, value = widths
+    T, g = batch * length, torch.Generator().manual_seed(heads)
+    config = model.ModelConfig(n_heads=heads, nope_dim=nope, rope_dim=rope, v_dim=value)
+    one_pass = model.Pass(batch, model.rope_table(config, length, "cpu"), quant.RECIPES["bf16"], frozenset())
+    random = lambda *shape: torch.randn(*shape, generator=g).bfloat16()
+    q, kv = random(T, heads * (nope + rope)), random(T, heads * (nope + value))
+    k_rope = random(T, 6 + rope)[:, 6:] if strided else random(T, rope)
+    want_q, k, v = model.heads(q.clone(), kv, k_rope, one_pass, config)
+    got_q = q.clone().to(DEVICE)
+    got = run("attention_inputs", got_q, kv, k_rope, one_pass.rope, heads, nope)
+    assert_same([got_q, *got], [want_q.reshape(T, -1), k.reshape(T, -1), v.reshape(T, -1)])
+    assert_same(run("attention_inputs", None, kv, k_rope, one_pass.rope, heads, nope), got)
+
+    dq, dk, dv = (random(batch, length, heads, width) for width in (nope + rope, nope + rope, value))
+    dk = (dk * 16).round() / 16  # of 12 bits or so
+    want = model.heads_backward(dq.clone(), dk, dv, one_pass, config)
+    flat = [t.reshape(T, -1).to(DEVICE) for t in (dq, dk, dv)]
+    assert_same([flat[0], *run("attention_inputs_backward", *flat, one_pass.rope, heads, nope)][1:], want[1:])
+    assert_same(flat[:1], want[:1])
+
+
 @pytest.mark.parametrize("save_h", ("fp8", "fp4"))
 def test_swiglu(save_h):
     """h is kept as the reference quantises it; a, dh and their scales are the reference's but for rounding of the sigmoid:
@@ -658,6 +684,21 @@ def test_huge_fan_out(M, K):  # CASE 7, through an index and back
     assert_same([run("sum_rows", x, index[:, None])[last]], [x[last]])
 
 
+@pytest.mark.skipif(not CUDA, reason="needs a GPU's memory and speed")
+def test_huge_attention_inputs():  # CASE 7
+    T, S, heads = 66000, 1000, 128
+    q, kv, k_rope, dv = (torch.empty(T, n, dtype=torch.bfloat16, device="cuda").normal_()
+                         for n in (heads * 192, heads * 256, 64, heads * 128))
+    table, last = torch.randn(2, S, 32, device="cuda"), slice(T - S, T)
+    alone = [t[last].clone() for t in (q, kv, k_rope, dv)]
+    whole, part = ([q, *run("attention_inputs", q, kv, k_rope, table, heads, 128)]
+                   for q, kv, k_rope, _ in ((q, kv, k_rope, dv), alone))
+    assert_same([t[last] for t in whole], part)
+    q, k, _ = whole
+    whole = [q, *run("attention_inputs_backward", q, k, dv, table, heads, 128)]
+    assert_same([t[last] for t in whole], [part[0], *run("attention_inputs_backward", *part[:2], alone[3], table, heads, 128)])
+
+
 @pytest.mark.skipif(not CUDA, reason="compiles for the GPU")
 def test_token_counts_do_not_recompile():  # CASE 9: nothing is tuned or compiled anew after the first counts
     def step(T):
@@ -668,6 +709,9 @@ def test_token_counts_do_not_recompile():  # CASE 9: nothing is tuned or compile
         run("rms_norm", x, torch.ones(256), 1e-6, True, True, True), run("fp8_to_fp4", *q8)
         run("fp4_fan_out_rows", *q4, pair, offsets[-1:], 2), run("fp4_fan_out_cols", *q4, pair, offsets[-1:], 2)
         run("fp8_fan_out_cols", *q8, pair, offsets[-1:], 2, True), run("sum_rows", x.repeat(9, 1), row)
+        q, v, table = x[:, :192].contiguous(), x[:, :128].contiguous(), torch.ones(2, T, 32)
+        run("attention_inputs", q, x, x[:, 64:128], table, 1, 128)
+        run("attention_inputs_backward", q, q.clone(), v, table, 1, 128)
 
     compiled = []
     triton.knobs.runtime.jit_post_compile_hook = lambda **info: compiled.append(info["repr"])
@@ -942,6 +986,11 @@ def every_launch():
         yield name, [q4, pair, end, 8], False
     yield "rms_norm", [x, weight, 1e-6, True, True, True], True
     yield "rms_norm_backward", [x, x, weight, 1e-6], True
+    q, kv, v = (torch.ones(2, n * 16, dtype=torch.bfloat16) for n in (192, 256, 128))
+    table = torch.ones(2, 1, 32)
+    yield "attention_inputs", [q, kv, x[:2, 512:576], table, 16, 128], True
+    yield "attention_inputs", [None, kv, x[:2, 512:576], table, 16, 128], True
+    yield "attention_inputs_backward", [q, q.clone(), v, table, 16, 128], True
     yield "swiglu", [h, p, pair, pair, end, 256, "fp8"], True
     yield "swiglu", [h, p, pair, pair, end, 256, "fp4"], True
     yield "swiglu_backward", [da, p, pair, pair, end, *quant.quantize_fp8_rows(h)], True

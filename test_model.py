@@ -9,6 +9,7 @@ say where they come from; signal-to-noise floors follow from the formats' relati
 Shape suffixes as in model.py: B batch, S sequence, T = B*S tokens, H hidden, Vo vocabulary.
 """
 
+import contextlib
 import copy
 import math
 import os
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import model as model_module
 import quant
-from model import PRESETS, RECOMPUTE_SCOPES, Layer, Model, ModelConfig, MoE, Pass, Router
+from model import MLA, PRESETS, RECOMPUTE_SCOPES, Layer, Model, ModelConfig, MoE, Pass, Router
 from model import combine, dispatch, flops_per_token, kept_bytes, parameter_count, rope_table, tokens_received
 from quant import RECIPES, Recipe
 
@@ -34,6 +35,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 name_of = lambda value: "+".join(value) or "none"
+every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 every_recipe = pytest.mark.parametrize("name", list(RECIPES))
 every_scope = pytest.mark.parametrize(
     "scopes", [(), *[(s,) for s in RECOMPUTE_SCOPES], ("attn", "norm", "moe"), RECOMPUTE_SCOPES], ids=name_of)
@@ -62,17 +64,27 @@ def build_part(kind, *args, std=0.1):
     return part
 
 
-def one_pass(batch, length, recipe=RECIPES["bf16"], scopes=(), config=SMALL):
-    return Pass(batch, rope_table(config, length, "cpu"), recipe, frozenset(scopes))
+def one_pass(batch, length, recipe=RECIPES["bf16"], scopes=(), config=SMALL, device="cpu"):
+    return Pass(batch, rope_table(config, length, device), recipe, frozenset(scopes))
 
 
 def tokens(batch=2, length=16, seed=1):
     return torch.randint(SMALL.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def inputs_and_targets(batch=2, length=16, seed=1):
-    ids = tokens(batch, length + 1, seed)
+def inputs_and_targets(batch=2, length=16, seed=1, device="cpu"):
+    ids = tokens(batch, length + 1, seed).to(device)
     return ids[:, :-1], ids[:, 1:].clone()
+
+
+@contextlib.contextmanager
+def repeatable():
+    """On a GPU attention's backward adds in any order otherwise."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def gradients(net, ids, targets, num_tokens=None, pieces=1):
@@ -180,7 +192,7 @@ def test_kept_bytes_of_v3_by_hand(column, name):
     by_hand = {  # row: bytes a token, scopes that save it
         "residual": (2 * 14336, ""), "latents": ((1536 + 512 + 64) * 2, "attn"),
         "q, k, v": (128 * (192 + 192 + 128) * 2, "mla_up attn"), "attention output": (128 * 128 * 2, "attn"),
-        "log-sum-exp": (128 * 4, "mla_up attn"), "normed input, attention": (stream, "norm attn"),
+        "log-sum-exp": (128 * 4, "attn"), "normed input, attention": (stream, "norm attn"),
         "normed input, FFN": (stream, "norm mlp"), "received": (received * stream, ""), "h": (8 * h, "moe"),
         "h, shared": (h, "mlp"), "routing": (received * 8 * (4 + 4) + 256 * 4 + 4 * (32 + received), "")}
     for scope in ("none", *RECOMPUTE_SCOPES):
@@ -214,17 +226,17 @@ def storages(*values):
     return {t.untyped_storage()._cdata for t in tree_leaves((values, copies)) if isinstance(t, torch.Tensor)}
 
 
-WIDE = ModelConfig(  # every width another; queries as wide as values, which the CPU's attention then does not pad
-    vocab_size=61, n_layers=2, hidden=512, dense_width=288, n_heads=2, nope_dim=48, rope_dim=16, v_dim=64, q_lora=96,
+WIDE = ModelConfig(  # every width another
+    vocab_size=61, n_layers=2, hidden=512, dense_width=288, n_heads=2, nope_dim=48, rope_dim=16, v_dim=80, q_lora=96,
     kv_lora=32, n_experts=8, top_k=3, expert_width=96, init_std=0.1)
 BATCH, LENGTH = 8, 16
 
 
-def saved_by_layer(config, dense, recipe, scopes):
+def saved_by_layer(config, dense, recipe, scopes, device="cpu", dtype=torch.float32):
     """Forward of one layer -> {storage: (bytes, dtype, shape)} of what autograd saved; nothing else may still live."""
-    layer = build_part(Layer, config, dense)
-    run = one_pass(BATCH, LENGTH, recipe, scopes, config)
-    x = torch.randn(BATCH * LENGTH, config.hidden, requires_grad=True)
+    layer = build_part(Layer, config, dense).to(device)
+    run = one_pass(BATCH, LENGTH, recipe, scopes, config, device)
+    x = torch.randn(BATCH * LENGTH, config.hidden, device=device, dtype=dtype, requires_grad=True)
     layer(x, run)  # from here on the weights' quantised copies exist
     saved = {}
 
@@ -242,7 +254,7 @@ def saved_by_layer(config, dense, recipe, scopes):
 
 ABLATIONS = [Recipe("fp8", "fp8", "fp8", "bf16"), Recipe("fp8", "fp4", "fp4", "fp8"), Recipe("fp8"), Recipe(wire="fp4"),
              Recipe("fp8", "fp8", "bf16", "fp4"), Recipe("bf16", "fp8", "fp8", "bf16")]
-OTHERS = [dict(q_lora=0), dict(n_shared=0), dict(gate="softmax"), dict(n_shared=2, top_k=1)]
+OTHERS = [dict(q_lora=0), dict(n_shared=0), dict(gate="softmax"), dict(n_shared=2, top_k=1), dict(v_dim=40)]
 
 
 @pytest.mark.parametrize("recipe, dense, change", [
@@ -257,6 +269,18 @@ def test_autograd_keeps_what_the_formula_says(recipe, dense, change, scopes):
     router = 0 if dense else 8 * config.top_k + (4 * config.top_k + 18 if config.gate == "sigmoid" else 10)
     saved = sum(size for size, _, _ in saved_by_layer(config, dense, recipe, scopes).values()) / (BATCH * LENGTH)
     assert saved == pytest.approx(formula + router, abs=0.1)
+
+
+@needs_cuda
+@every_scope
+@every_recipe
+@pytest.mark.parametrize("q_lora", [96, 0])
+def test_gpu_keeps_what_the_formula_says(name, scopes, q_lora):
+    """A dense layer in BF16, attention as wide as DeepSeek's; beside the formula some numbers, such as random state."""
+    config = replace(WIDE, nope_dim=128, rope_dim=64, v_dim=128, q_lora=q_lora, dense_width=256)
+    saved = saved_by_layer(config, True, RECIPES[name], scopes, "cuda", torch.bfloat16).values()
+    formula = sum(kept_bytes(config, RECIPES[name], frozenset(scopes), dense=True).values())
+    assert sum(size for size, _, _ in saved) / (BATCH * LENGTH) == pytest.approx(formula, abs=1)
 
 
 @every_recipe
@@ -297,6 +321,92 @@ def test_rope_table(config):
     cos, sin = rope_table(config, 41, "cpu")
     assert torch.allclose(cos.double(), angle.cos(), rtol=0, atol=1e-5)
     assert torch.allclose(sin.double(), angle.sin(), rtol=1e-5, atol=1e-5)
+
+
+# -----------------------------------------------------------------------------
+# attention
+
+def plain_attention(q_TD, kv_TD, k_rope, run, c, scale):
+    """Heads one after the other, each with its own copy of the shared key."""
+    of_head = lambda x: x.unflatten(0, (run.batch, -1)).chunk(c.n_heads, -1)
+    turn = torch.polar(torch.ones_like(run.rope[0]).double(), torch.atan2(run.rope[1].double(), run.rope[0].double()))
+    complex = lambda x: torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    rotated = lambda x: torch.view_as_real(complex(x) * turn).flatten(-2)
+    heads, future = [], torch.ones(len(turn), len(turn)).triu(1).bool()
+    for q, kv in zip(of_head(q_TD), of_head(kv_TD)):
+        q = torch.cat([q[..., :c.nope_dim], rotated(q[..., c.nope_dim:])], -1)
+        k = torch.cat([kv[..., :c.nope_dim], rotated(k_rope.unflatten(0, (run.batch, -1)))], -1)
+        weights = (q @ k.mT * scale).masked_fill(future, -math.inf).softmax(-1)
+        heads.append(weights @ kv[..., c.nope_dim:])
+    return torch.cat(heads, -1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("batch, length, heads, widths, device, dtype", [
+    (2, 16, 3, (32, 16, 40), "cpu", torch.float32), (1, 7, 2, (6, 2, 16), "cpu", torch.float32),
+    *[pytest.param(*case, "cuda", dtype, marks=needs_cuda) for dtype in (torch.bfloat16, torch.float32)
+      for case in ((2, 512, 16, (128, 64, 128)), (1, 300, 4, (128, 64, 128)), (2, 40, 3, (36, 12, 20)))]], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attention_against_a_plain_implementation(batch, length, heads, widths, device, dtype, deterministic):
+    """Every kernel, through rotation and back. BF16: probabilities and a dozen sums are rounded, 50 dB each."""
+    config = ModelConfig(n_heads=heads, **dict(zip(("nope_dim", "rope_dim", "v_dim"), widths)))
+    mla, (nope, rope, value) = build_part(MLA, config), widths
+    exact = [torch.randn(batch * length, n).to(dtype).double().requires_grad_()
+             for n in (heads * (nope + rope), heads * (nope + value), rope)]
+    dy = torch.randn(batch * length, heads * value).to(dtype)
+    reference = plain_attention(*exact, one_pass(batch, length, config=config), config, mla.scale)
+    expected = torch.autograd.grad(reference, exact, dy.double())
+    leaves = [t.detach().to(device, dtype).requires_grad_() for t in exact]
+    run = one_pass(batch, length, config=config, device=device)
+    with repeatable() if deterministic else contextlib.nullcontext():
+        out = model_module._Attend.apply(leaves[0].clone(), *leaves[1:], mla, run)
+        grads = torch.autograd.grad(out, leaves, dy.to(device))
+    out_floor, grad_floor = (45, 40) if dtype == torch.bfloat16 else (100, 100)
+    assert snr(out.detach(), reference.detach()) >= out_floor
+    assert all(snr(ours, ref) >= grad_floor for ours, ref in zip(grads, expected))
+
+
+class AttentionCalls(TorchDispatchMode):
+    """Attention's own kernels as they are called: [(name, the tensors and numbers it is given)].
+
+    Random state, two tensors of one integer, is left out: without dropout nobody writes it, nor reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "dot_product" in str(function):
+            given = [t.clone() if isinstance(t, torch.Tensor) else t for t in tree_leaves((args, kwargs or {}))]
+            self.seen.append((str(function), [t for t in given if not isinstance(t, torch.Tensor) or t.dim()]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device, dtype, length", [
+    ("cpu", torch.float32, 16), ("cpu", torch.bfloat16, 16),
+    *[pytest.param("cuda", dtype, length, marks=needs_cuda)
+      for dtype, length in ((torch.bfloat16, 512), (torch.bfloat16, 64), (torch.float32, 64))]], ids=str)
+@pytest.mark.parametrize("change", [{}, dict(q_lora=0)], ids=str)
+@every_recipe
+def test_attention_runs_once(name, change, device, dtype, length):
+    """Where up-projections are recomputed: a layer has one forward and one backward, which reads the bits forward read.
+
+    512 keys are more than one tile, whose sums cuDNN's backward adds in any order: there its results may differ."""
+    config, runs = replace(SMALL, nope_dim=128, rope_dim=64, v_dim=128, max_seq_len=512, **change), []
+    for scopes in ((), ("mla_up",)):
+        net = build(config, name, scopes).to(device)
+        net.dtype = dtype
+        with AttentionCalls() as calls:
+            runs.append((gradients(net, *inputs_and_targets(2, length, device=device)), calls.seen))
+    (kept, calls), (rebuilt, calls_again) = runs
+    assert [("backward" in name) for name, _ in calls] == [False] * config.n_layers + [True] * config.n_layers
+    assert len(calls_again) == len(calls) and (device == "cpu" or dtype == torch.float32 or "cudnn" in calls[0][0])
+    same = len(calls) if length < 512 else config.n_layers + 1  # behind it, another layer's backward is in the gradient
+    for (name, given), (name_again, given_again) in list(zip(calls, calls_again))[:same]:
+        assert name == name_again and len(given) == len(given_again)
+        for a, b in zip(given, given_again):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    if length < 512:
+        assert_same(rebuilt, kept)
 
 
 # -----------------------------------------------------------------------------
@@ -398,43 +508,49 @@ def test_update_balance_case_14(change, load, move, worst, bias):
         assert torch.allclose(net.state_dict()["layers.1.ffn.router.bias"], torch.tensor([-bias, bias]))
 
 
+@every_device
 @every_scope
 @every_recipe
-def test_loads_are_counted_once_case_13(name, scopes):
+def test_loads_are_counted_once_case_13(name, scopes, device):
     """64 tokens, top-2, four micro-batches: 128 each, whatever is recomputed; evaluation and generation: none."""
-    net = build(recipe=name, recompute=scopes)
+    net = build(recipe=name, recompute=scopes).to(device)
     load = net.layers[1].ffn.router.load
     for step in range(1, 5):
-        net(*inputs_and_targets(4, 16, seed=step))[1].backward()
+        net(*inputs_and_targets(4, 16, step, device))[1].backward()
         assert load.sum() == 128 * step
-    net.generate(tokens(), 2)
+    net.generate(tokens().to(device), 2)
     with torch.no_grad():
-        net(*inputs_and_targets())
-    net.eval()(*inputs_and_targets())
+        net(*inputs_and_targets(device=device))
+    net.eval()(*inputs_and_targets(device=device))
     assert load.sum() == 512
 
 
+@every_device
 @pytest.mark.parametrize("step", [10.0, 0.01], ids=["all tie", "many tie"])
 @every_recipe
-def test_router_decides_once_case_12(name, step, monkeypatch):
+def test_router_decides_once_case_12(name, step, device, monkeypatch):
     """Scores rounded to a step: recomputing everything changes no choice, and not a bit of loss or gradient."""
     calls, select = [], Router.select
     spied = lambda self, scores: calls.append(select(self, (scores / step).round())) or calls[-1]
     monkeypatch.setattr(Router, "select", spied)
     config, recipe = replace(SMALL, n_experts=16), replace(RECIPES[name], save_h="bf16")
-    assert_same(*(gradients(build(config, recipe, s), *inputs_and_targets()) for s in ((), RECOMPUTE_SCOPES)))
+    with repeatable():
+        assert_same(*(gradients(build(config, recipe, s).to(device), *inputs_and_targets(device=device))
+                      for s in ((), RECOMPUTE_SCOPES)))
     assert len(calls) == 2 and torch.equal(*calls)  # one MoE layer, once a forward, never in backward
 
 
+@every_device
 @pytest.mark.parametrize("name", ["bf16", "mxfp4"])
-def test_router_of_zeros_case_12(name):
+def test_router_of_zeros_case_12(name, device):
     """Every score ties, in selection and in weights: recomputing changes no bit."""
     results = []
     for scopes in ((), RECOMPUTE_SCOPES):
-        model = build(SMALL, replace(RECIPES[name], save_h="bf16"), scopes)
+        model = build(SMALL, replace(RECIPES[name], save_h="bf16"), scopes).to(device)
         for router in (m for m in model.modules() if isinstance(m, Router)):
             router.weight.data.zero_()
-        results.append(gradients(model, *inputs_and_targets()))
+        with repeatable():
+            results.append(gradients(model, *inputs_and_targets(device=device)))
     assert_same(*results)
 
 
@@ -922,7 +1038,7 @@ def test_bfloat16_activations(name, scopes):
     assert snr(ours, exact) >= min(30, snr(wide, exact) - 1)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+@every_device
 def test_compiled_elementwise_chains(device, monkeypatch):
     """In float32, two batch sizes: other kernels may cost 1e-5 (100 dB). On the CPU only whether they come into use."""
     net = build(recompute=("moe",)).to(device)
@@ -988,31 +1104,6 @@ def test_presets_are_the_published_models(preset, published):
 # on a GPU
 
 @needs_cuda
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs Hopper")
-@pytest.mark.parametrize("batch, length, heads", [(2, 512, 16), (1, 300, 4)])
-def test_cudnn_attention_keeps_five_tensors(batch, length, heads):
-    """Queries and keys 192 wide, values 128: q, k, v, the output, its log-sum-exp; nothing padded, nothing twice."""
-    leaves = [torch.randn(batch, length, heads, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-              for width in (192, 192, 128)]
-    saved = {}
-
-    def pack(t):
-        saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = model_module.attention(*leaves, 192 ** -0.5)
-    rows = batch * length * heads
-    assert sum(saved.values()) == pytest.approx(rows * (2 * (192 + 192 + 128 + 128) + 4), abs=4096)  # and the seed
-    exact = [t.detach().double().cpu().requires_grad_() for t in leaves]
-    reference = model_module.attention(*exact, 192 ** -0.5)
-    dy = torch.randn_like(out)
-    expected = torch.autograd.grad(reference, exact, dy.double().cpu())
-    assert snr(out.detach(), reference.detach()) >= 45
-    assert all(snr(ours, ref) >= 40 for ours, ref in zip(torch.autograd.grad(out, leaves, dy), expected))
-
-
-@needs_cuda
 @every_recipe
 @pytest.mark.parametrize("scopes", [(), RECOMPUTE_SCOPES], ids=["kept", "recomputed"])
 def test_gpu_against_cpu(name, scopes):
@@ -1035,16 +1126,12 @@ def test_gpu_against_cpu(name, scopes):
 @every_recipe
 def test_gpu_repeats_itself_where_algorithms_are_deterministic(name):
     """Two runs, and one that recomputes everything. Without the switch, attention's backward adds in any order."""
-    recipe, batch = replace(RECIPES[name], save_h="bf16"), [t.cuda() for t in inputs_and_targets(2, 128)]
-    torch.use_deterministic_algorithms(True)
-    try:
-        runs = []
-        for scopes in ((), (), RECOMPUTE_SCOPES):
-            net = build(replace(PRESETS["tiny"], mtp=True), recipe, scopes).cuda()
-            net.dtype = torch.bfloat16
-            runs.append(gradients(net, *batch))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    recipe, runs = replace(RECIPES[name], save_h="bf16"), []
+    for scopes in ((), (), RECOMPUTE_SCOPES):
+        net = build(replace(PRESETS["tiny"], mtp=True), recipe, scopes).cuda()
+        net.dtype = torch.bfloat16
+        with repeatable():
+            runs.append(gradients(net, *inputs_and_targets(2, 128, device="cuda")))
     assert_same(runs[1], runs[0])
     assert_same(runs[2], runs[0])
 
