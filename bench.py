@@ -6,6 +6,7 @@
     python bench.py gemm                                                        needs a Hopper GPU
     python bench.py layer --shapes=v3,v2,v2-lite                                needs a Hopper GPU
     python bench.py train --shapes=v3 --recompute='none;attn,norm,moe'          needs a Hopper GPU
+    torchrun --nproc_per_node=2 bench.py comm                                   needs a GPU a process
 
 Loss. Does a narrower format cost accuracy? Two seeds of one format end farther apart than two formats do, so formats
 are compared in pairs: runs of one seed start from the same weights and read the same text in the same order, and what
@@ -19,6 +20,9 @@ Kernels. How much of the memory's speed do conversions and data movement reach? 
 input byte once for every row that reads it; over the time that is compared with a large device-to-device copy in the
 same run. The L2 cache is flushed before every launch. A fused kernel is compared with the pair of our own best kernels
 that does the same by way of another tensor, and whole chains of kernels with one another.
+
+Comm. What do the four exchanges of an expert layer between ranks cost in each wire format? All that a format brings is
+counted: quantising, packing, counts, the host's read of them, fan-out, sums at home.
 """
 
 import argparse
@@ -43,6 +47,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -279,12 +284,13 @@ def shape_names(args, flags, known):
 
 
 @contextlib.contextmanager
-def results_file(out, name, columns):
-    """(environment, a function that writes a row) of a table in `out` or results/<card>/<name>.csv. ValueError without a GPU."""
-    if not torch.cuda.is_available():
+def results_file(out, name, columns, on_cpu=False):
+    """(environment, a function that writes a row) of a table in `out` or results/<card>/<name>.csv. ValueError without a GPU,
+    unless on_cpu."""
+    if not torch.cuda.is_available() and not on_cpu:
         raise ValueError(f"bench.py {name} needs a GPU.")
     where = environment()
-    card = re.sub(r"^nvidia[ -]*|[^a-z0-9]+", "", where["device"].lower()) or "gpu"
+    card = re.sub(r"^nvidia[ -]*|[^a-z0-9]+", "", where["device"].lower()) or "gpu" if torch.cuda.is_available() else "cpu"
     out = out or Path("results", card, f"{name}.csv")
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_suffix(".part")  # a run that is cut leaves the last table as it was
@@ -891,8 +897,9 @@ class Plan:
         x_NH = Arrive.apply(x.x, self, payload is None)
         return model.Received(x_NH, self.ids_NK, weights_NK, arrived, x.recipe, self.num_pairs)
 
-    def combine(self, y, received, *_):
-        return Return.apply(y, self, received.payload is None)
+    def combine(self, y, received, beside=None):
+        y = Return.apply(y, self, received.payload is None)
+        return y + beside() if beside is not None else y
 
 
 def as_bytes(q):
@@ -1005,6 +1012,152 @@ def gpu_ms(work):
     return start.elapsed_time(stop)
 
 
+# ---- comm ----
+
+# T tokens of each rank, and whose widths, experts and routing
+COMM_SHAPES = {name: (T, PRESETS[name]) for name, T in (("v3", 4096), ("v2-lite", 4096), ("tiny", 64))}
+WIRES = {"bf16": RECIPES["bf16"], "fp8": RECIPES["fp8"], "fp4": RECIPES["mxfp4"],
+         "fp4-fp8": dataclasses.replace(RECIPES["mxfp4"], wire="fp4-fp8")}
+COMM_COLUMNS = ("shape", "ranks", "tokens", "sent", "rows", "wire", "exchange", "ms", "mb", "mb_to_others", "gb_per_s",
+                "times_bf16", "device", "torch", "triton", "commit", "date")
+
+
+def comm(args, flags):
+    """Times the four exchanges of an expert layer between ranks, in each wire format. Start it with torchrun.
+
+    sent=once: each token once to each rank that holds experts of its top k; sent=pairs: once for each expert, as a wire
+    without that does. ms: the slowest rank's, median of 20. dispatch is quantising, counting, the host's read, sending and
+    fan-out to experts; combine is sending home and the sum there; combine's backward quantises dy and fans it out as rows and
+    columns; dispatch's backward brings dx and the weights' gradients home. mb: what a rank sends; gb_per_s: of what goes to
+    others. One row an exchange in --out, results/<card>/comm.csv if not given. Without GPUs it runs on gloo, for tests.
+    """
+    names = shape_names(args, flags, COMM_SHAPES)
+    if "RANK" not in os.environ:
+        raise ValueError("bench.py comm measures what goes between ranks: start it with torchrun --nproc_per_node=2 or more.")
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if gpu else "gloo")
+    first = dist.get_rank() == 0
+    try:
+        table = results_file(args.out, "comm", COMM_COLUMNS, True) if first else contextlib.nullcontext((None, None))
+        with table as (where, write):
+            for name, sent in itertools.product(names, ("once", "pairs")):
+                for row in comm_rows(name, sent):
+                    if first:
+                        print(f"{name:8}{row['sent']:6}{row['wire']:8}{row['exchange']:20}{row['ms']:9.3f} ms"
+                              f"{row['mb']:9.1f} MB {row['gb_per_s']:7.1f} GB/s  {row['times_bf16']:.2f}x bf16", flush=True)
+                        write(row | where)
+    finally:
+        dist.destroy_process_group()
+
+
+def comm_rows(name, sent):
+    """The rows of the table for one shape, every wire's exchanges and their sum."""
+    (T, config), ranks, bf16 = COMM_SHAPES[name], dist.get_world_size(), {}
+    for wire, recipe in WIRES.items():
+        layer = exchanges_of(T, config, recipe, sent == "pairs")
+        ms = slowest(timed(next(layer)))
+        route, size = next(layer)
+        out, home = sum(route.sent), sum(route.received)
+        others = [n - rows[dist.get_rank()] for n, rows in ((out, route.sent), (home, route.received))]
+        bytes_of = {what: (size[what] * (out, home)[i % 2], size[what] * others[i % 2]) for i, what in enumerate(size)}
+        bytes_of["sum"] = tuple(map(sum, zip(*bytes_of.values())))
+        for (what, (mb, away)), time_ms in zip(bytes_of.items(), [*ms, sum(ms)]):
+            bf16.setdefault(what, time_ms)
+            yield {"shape": name, "ranks": ranks, "tokens": T, "sent": sent, "rows": out, "wire": wire, "exchange": what,
+                   "ms": round(time_ms, 4), "mb": round(mb / 1e6, 3), "mb_to_others": round(away / 1e6, 3),
+                   "gb_per_s": round(away / time_ms / 1e6, 2), "times_bf16": round(bf16[what] / time_ms, 3)}
+
+
+class ToExperts(torch.autograd.Function):
+    """The experts' end of combine: what they do first with the gradient that arrives there."""
+
+    @staticmethod
+    def forward(ctx, y, groups, recipe):
+        ctx.groups, ctx.recipe = groups, recipe
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        quant._fan_out_both(quant._received_gradient(dy, ctx.recipe), ctx.groups, ctx.recipe.compute)
+        return None, None, None
+
+
+def exchanges_of(T, config, recipe, pairs):
+    """First yields the four exchanges of a layer, calls in their order, each using what the last left; then the route that
+    tokens took, and the bytes of a message in each."""
+    device, dtype, group = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, dist.group.WORLD
+    torch.manual_seed(dist.get_rank())
+    router = model.Router(config).to(device)
+    ids = router.select(torch.sigmoid(torch.randn(T, config.n_experts, device=device))).int()
+    x, weights = torch.randn(T, config.hidden, device=device).to(dtype), torch.rand(ids.shape, device=device)
+    if pairs:
+        x, ids, weights = x.repeat_interleave(config.top_k, 0), ids.view(-1, 1), weights.view(-1, 1)
+        config = dataclasses.replace(config, top_k=1)
+    x, weights, state = x.requires_grad_(), weights.requires_grad_(), types.SimpleNamespace()
+    local = torch.empty(config.n_experts // group.size(), 0, 0, device=device)  # as many experts as here, for their number's sake
+
+    def dispatch():
+        got = model.dispatch(quant.quantize(x, recipe, wire=recipe.dispatch), ids, weights, group, config.n_experts)
+        read = got.x.detach() if got.payload is None else got.payload
+        state.got, state.groups = got, quant._groups(got.ids, local, got.num_pairs)
+        quant._fan_out_rows(read, state.groups, recipe.compute)
+
+    def combine():
+        y = torch.zeros(len(state.got.ids), config.hidden, device=device, dtype=dtype, requires_grad=True)
+        y = ToExperts.apply(y, state.groups, recipe)
+        route, way = state.got.route, []
+        state.out = model._Home.apply(model._Leave.apply(y, route, recipe, way, False), route, recipe, way)
+
+    def dispatch_backward():
+        torch.autograd.backward([state.got.x, state.got.weights], [state.dx, state.dweights])
+
+    def prepare():
+        """Gradients of the right shapes; not timed."""
+        state.dy, state.dx = torch.randn_like(x), torch.randn(len(state.got.ids), config.hidden, device=device).to(dtype)
+        state.dweights, x.grad, weights.grad = torch.rand_like(state.got.weights), None, None
+
+    yield dispatch, combine, lambda: state.out.backward(state.dy), dispatch_backward, prepare
+    yield state.got.route, model.message_bytes(config, recipe, dtype)
+
+
+def timed(works, rounds=20):
+    """Median ms of each of the first four calls, made one after the other; the last prepares gradients. All ranks begin each
+    together, the L2 cache flushed; the GPU sleeps for as long as the CPU needs to send the call."""
+    *works, prepare = works
+    gpu, times = torch.cuda.is_available(), [[] for _ in works]
+    flush = torch.empty(2**28, dtype=torch.uint8, device="cuda") if gpu else None
+    for _ in range(rounds + 3):  # three to warm up
+        for i, work in enumerate(works):
+            if i == 2:
+                prepare()
+            if not gpu:
+                dist.barrier()
+                began = time.perf_counter()
+                work()
+                times[i].append(1e3 * (time.perf_counter() - began))
+                continue
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            flush.zero_()
+            dist.barrier()
+            torch.cuda.synchronize()
+            torch.cuda._sleep(2_000_000)  # 1 ms
+            events[0].record()
+            work()
+            events[1].record()
+            torch.cuda.synchronize()
+            times[i].append(events[0].elapsed_time(events[1]))
+    return [statistics.median(t[3:]) for t in times]
+
+
+def slowest(ms):
+    """Each number's maximum over the ranks."""
+    ms = torch.tensor(ms, device="cuda" if torch.cuda.is_available() else "cpu")
+    dist.all_reduce(ms, dist.ReduceOp.MAX)
+    return ms.tolist()
+
+
 # ---- what the fused kernels do without ----
 
 def dequantize_rows(data, scale, index=None, end=None, per=1, out=None):
@@ -1087,8 +1240,8 @@ def main(words):
     parser = argparse.ArgumentParser("bench.py", description=__doc__.partition("\n\nLoss.")[0], allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    tables = {kernels: SHAPES, gemm: GEMM_SHAPES, layer: LAYER_SHAPES, train: SLICES}
-    for work in (loss, plot, kernels, gemm, layer, train):
+    tables = {kernels: SHAPES, gemm: GEMM_SHAPES, layer: LAYER_SHAPES, train: SLICES, comm: COMM_SHAPES}
+    for work in (loss, plot, kernels, gemm, layer, train, comm):
         command = commands.add_parser(work.__name__, help=work.__doc__.partition("\n")[0], description=work.__doc__,
                                       allow_abbrev=False)
         command.set_defaults(work=work)
@@ -1097,7 +1250,8 @@ def main(words):
             command.add_argument("--seeds", default="0,1", help="comma list [0,1]")
             command.add_argument("--out", type=Path, default=Path("out/loss"), help="folder of all runs [out/loss]")
         elif work in tables:
-            command.add_argument("--shapes", default=",".join(tables[work]), help=f"comma list [{','.join(tables[work])}]")
+            shapes = ",".join(name for name in tables[work] if name != "tiny")  # that is for tests
+            command.add_argument("--shapes", default=shapes, help=f"comma list [{shapes}]")
             command.add_argument("--out", type=Path, help=f"the table [results/<card>/{work.__name__}.csv]")
             if work is train:
                 command.add_argument("--recompute", default=SCOPES, help=f"scopes, with ; between them [{SCOPES}]")

@@ -1599,16 +1599,16 @@ def _place_pairs(ids, before, offsets, tile_shift, pair, row, n, num_rows, num_p
 
 
 @triton.jit
-def _sum_rows(y, row_of, out, H: tl.constexpr, PER: tl.constexpr, C: tl.constexpr):
-    """Expert rows y [M, H] back to tokens: out [T, H] is the sum of the rows in row_of [T, PER], -1 for none, in float32 and
-    in the order of slots."""
+def _sum_rows(y, y_row, row_of, out, H: tl.constexpr, PER: tl.constexpr, C: tl.constexpr):
+    """Expert rows y [M, H], y_row apart, back to tokens: out [T, H] is the sum of the rows in row_of [T, PER], -1 for none, in
+    float32 and in the order of slots."""
     token, tile = _tile(H, C)
     at, c = token.to(tl.int64) * PER, _origin(tile, C) + tl.arange(0, C)
     total = tl.zeros((C,), tl.float32)
     for slot in tl.static_range(PER):
         row = tl.load(row_of + at + slot)
         if row >= 0:
-            total += _float(tl.load(y + row.to(tl.int64) * H + c, mask=c < H, other=0))
+            total += _float(tl.load(y + row.to(tl.int64) * y_row + c, mask=c < H, other=0))
     if out.dtype.element_ty == tl.bfloat16:
         total = _bfloat16(total)
     tl.store(out + token.to(tl.int64) * H + c, total, mask=c < H)
@@ -2306,10 +2306,11 @@ def group_rows(ids, num_experts, num_rows, num_pairs=None):
 
 
 def sum_rows(y, row):
-    """y [M, H] bfloat16 or float32, row [T, K] int32, -1 for none -> [T, H], each token's rows summed in float32 by slot."""
+    """y [M, H] bfloat16 or float32, each row contiguous, row [T, K] int32, -1 for none -> [T, H], each token's rows summed in
+    float32 by slot."""
     (T, K), H = row.shape, y.shape[1]
     out, C = y.new_empty((T, H)), 1024
-    _launch(_sum_rows, T * _cdiv(H, C), y, row, out, H, K, C, num_warps=1)
+    _launch(_sum_rows, T * _cdiv(H, C), y, y.stride(0), row.contiguous(), out, H, K, C, num_warps=1)
     return out
 
 

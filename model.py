@@ -11,12 +11,12 @@ of its two norms; the latents c_q, c_kv and the shared rope key; q, k, v; the at
 format `save` names; what experts received; and FC1's outputs. `recompute` gives some of these up for arithmetic.
 `kept_bytes` computes the whole table for any configuration.
 
-Experts live behind two functions, `dispatch` and `combine`: the seam where another number of ranks, or another transport,
-comes in. Here there is one rank, and tokens do not move, but they change format all the same, so that what experts read does
-not depend on the number of ranks.
+Experts live behind two functions, `dispatch` and `combine`: the seam where ranks, or another transport, come in. On one rank
+tokens do not move, but they change format all the same, so that what experts read does not depend on the number of ranks.
 
 Shape suffixes: B batch, S sequence, T = B*S tokens, H hidden, A attention heads, D head width (N without position, R rope,
-V value), L latent, E experts, K top-k, G expert groups, I expert width, Vo vocabulary.
+V value), L latent, E experts, K top-k, G expert groups, I expert width, Vo vocabulary,
+R expert-parallel ranks, N tokens received.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import re
 import shutil
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -456,32 +456,48 @@ class Received(NamedTuple):
     weights: Tensor            # [N, K] float32 gate weights
     payload: quant.Fp8 | quant.Fp4 | None
     recipe: Recipe
-    num_pairs: int | None = None  # how many ids are not -1, if that is known and not all
+    num_pairs: int | None = None  # how many ids are not -1, where that is known without asking the GPU
+    depart: Callable[[Tensor, Tensor], None] | None = None  # sends off the gradients of x and weights: see quant.experts
+    route: Any = None             # what combine needs to know of the way that the tokens came
 
 
-def dispatch(x: Activation, ids: Tensor, weights: Tensor) -> Received:
+def dispatch(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup | None = None,
+             num_experts: int | None = None) -> Received:
     """Send tokens x [T, H] to the ranks of their experts ids [T, K], in the wire's format; differentiable in x and weights.
 
-    ValueError if x was quantised without that format."""
+    group: of its R ranks each holds num_experts / R experts, in order. A token goes once to each rank that needs it, as one
+    message, and is fanned out there. All ranks call together. ValueError if x was quantised without the wire's format."""
     name = x.recipe.dispatch
-    if name == "bf16":
-        return Received(x.x, ids, weights, None, x.recipe)
     if x.format(name) is None:
         raise ValueError(f"the wire sends {name}, which this activation lacks: pass wire={name!r} to quantize or rms_norm")
+    if group is not None:
+        return _send(x, ids, weights, group, num_experts)
+    if name == "bf16":
+        return Received(x.x, ids, weights, None, x.recipe)
     return Received(_Dispatch.apply(x.x, x.recipe.combine), ids, weights, x.format(name), x.recipe)
 
 
-def combine(y: Tensor, received: Received) -> Tensor:
-    """Bring the experts' sums y [N, H] back to their tokens [T, H]. Its backward sends dy in FP8 where dispatch was below BF16.
+def combine(y: Tensor, received: Received, beside: Callable[[], Tensor] | None = None) -> Tensor:
+    """Bring the experts' sums y [N, H] back to their tokens [T, H], where those of several ranks are summed in float32, rank by
+    rank. Its backward sends dy in FP8 where dispatch was below BF16.
 
-    y straight from `quant.experts` must have no other reader: its gradient then stays in FP8 (see `quant.carrier`)."""
-    if received.recipe.wire == "bf16":
-        return y
+    beside: computes, while they travel, what is then added; its backward runs while dy travels. y straight from `quant.experts`
+    must have no other reader: its gradient then stays in FP8 (see `quant.carrier`)."""
+    recipe, route, way = received.recipe, received.route, []
     in_full = torch.is_anomaly_enabled() or not quant.takes_wire(y)  # anomaly detection would stumble over the carrier's NaN
-    return _Combine.apply(y, received.recipe.combine, in_full)
+    if route is not None:
+        y = _Leave.apply(y, route, recipe, way, in_full)
+    elif recipe.wire != "bf16":
+        y = _Combine.apply(y, recipe.combine, in_full)
+    more = beside() if beside is not None else None
+    if route is not None:
+        y = _Home.apply(y, route, recipe, way)
+    return y if more is None else y + more
 
 
 class _Dispatch(torch.autograd.Function):
+    """Of one rank: nothing is sent, but formats change all the same."""
+
     @staticmethod
     def forward(ctx, x, combine_format):
         ctx.format = combine_format
@@ -494,6 +510,8 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
+    """Of one rank."""
+
     @staticmethod
     def forward(ctx, y, combine_format, in_full):
         ctx.in_full = in_full
@@ -508,6 +526,169 @@ class _Combine(torch.autograd.Function):
 
 def _over_wire(x: Tensor, name: str) -> Tensor:
     return quant.dequantize(quant.quantize_fp8_rows(x), x.dtype) if name == "fp8" else x.view_as(x)
+
+
+# -----------------------------------------------------------------------------
+# the exchange between ranks: one message a token and rank, its places counted on the GPU, its sizes read by the host once a layer
+#
+# Rows are sent by rank, then in the tokens' order; they arrive in that order from rank 0, rank 1, ... and go home in it. Example:
+# two ranks of two experts, ids [[0, 1], [3, 0], [2, 2]] -> sent [2, 2], token_N [0, 1, 1, 2], row_TR [[0, -1], [1, 2], [-1, 3]].
+
+class Route(NamedTuple):
+    """The way of one layer's tokens, kept until they are back, in backward too."""
+    group: dist.ProcessGroup
+    token_N: Tensor      # int32 token of each row sent
+    row_TR: Tensor       # [T, R] int32 row that took a token to a rank, -1 where none did
+    sent: list[int]      # rows to each rank
+    received: list[int]  # rows from each rank
+
+
+class _Exchange:
+    """Rows uint8 [.., L] on their way to other ranks until `wait`: out as a route says, or back home."""
+
+    def __init__(self, rows: Tensor, route: Route, home: bool = False):
+        sent, received = (route.received, route.sent) if home else (route.sent, route.received)
+        self.rows, self.arriving = rows, rows.new_empty(sum(received), rows.shape[1])
+        self.work = dist.all_to_all_single(self.arriving, rows, received, sent, group=route.group, async_op=True)
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.arriving
+
+
+def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup, num_experts: int) -> Received:
+    recipe, local = x.recipe, num_experts // group.size()
+    token_N, row_TR, counts_R2 = _plan(ids, local, group.size())
+    theirs_R2 = torch.empty_like(counts_R2)
+    counting = dist.all_to_all_single(theirs_R2, counts_R2, group=group, async_op=True)
+    # packed before their number is known, so that the GPU has work while the host waits for it
+    rows = _take(quant.pack(x.format(recipe.dispatch), ids.int(), weights.detach()), token_N)
+    counting.wait()
+    both_RC = torch.cat([counts_R2, theirs_R2], 1).tolist()  # the host's one read
+    sent, _, received, pairs = map(list, zip(*both_RC))
+    route = Route(group, token_N[:sum(sent)].clone(), row_TR, sent, received)
+    way = []
+    x, weights, ids, *payload = _Send.apply(x.x, weights, rows[:sum(sent)], route, recipe, way)
+    first = group.rank() * local
+    ids = torch.where((ids >= first) & (ids < first + local), ids - first, -1)
+    payload = {"bf16": lambda: None, "fp8": quant.Fp8, "fp4": quant.Fp4}[recipe.dispatch](*payload)
+    return Received(x, ids, weights, payload, recipe, sum(pairs), functools.partial(_depart, route, recipe, way), route)
+
+
+def _depart(route: Route, recipe: Recipe, way: list, dx: Tensor, dweights: Tensor):
+    """Gradients of what dispatch brought, on their way home."""
+    rows = quant.quantize_fp8_rows(dx) if recipe.combine == "fp8" else dx
+    way.append((_Exchange(quant.pack(rows, dweights), route, home=True), dx.data_ptr()))
+
+
+def _plan(ids_TK: Tensor, local: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """-> token_N with room for all that could be sent, row_TR, and [R, 2] tokens and token-expert pairs for each rank."""
+    (T, K), device = ids_TK.shape, ids_TK.device
+    here_TKR = torch.div(ids_TK, local, rounding_mode="floor")[..., None] == torch.arange(ranks, device=device)
+    here_TR = here_TKR.any(1)
+    row_TR = (here_TR.t().flatten().cumsum(0) - 1).view(ranks, T).t()
+    room = T * min(ranks, K)
+    token_N = torch.zeros(room + 1, dtype=torch.int32, device=device)  # the last is for what is not sent
+    token_N.scatter_(0, row_TR.masked_fill(~here_TR, room).flatten(),
+                     torch.arange(T, dtype=torch.int32, device=device)[:, None].expand(T, ranks).flatten())
+    counts_R2 = torch.stack([here_TR.sum(0), here_TKR.sum((0, 1))], 1)
+    return token_N[:room], row_TR.masked_fill(~here_TR, -1).int().contiguous(), counts_R2
+
+
+class _Send(torch.autograd.Function):
+    """Tokens to their experts and, in backward, their gradients home. `way` has what `_depart` sent off; if nobody called that
+    before, backward does."""
+
+    @staticmethod
+    def forward(ctx, x, weights, rows, route, recipe, way):
+        K = weights.shape[1]
+        ctx.route, ctx.recipe, ctx.way, ctx.kinds = route, recipe, way, (*_kind(x), (weights.dtype, K))
+        message = _Exchange(rows, route).wait()
+        q, ids, weights = quant.unpack(message, recipe.dispatch, *_kind(x), (torch.int32, K), (weights.dtype, K))
+        # copies, for these are kept, and the message not
+        ids, weights, *received = (t.contiguous() for t in (ids, weights, *([q] if isinstance(q, Tensor) else q)))
+        if not isinstance(q, Tensor):
+            received.insert(0, quant.carrier(_rows(x, len(message))))
+        ctx.mark_non_differentiable(ids, *received[1:])
+        return received[0], weights, ids, *received[1:]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx, dweights, *_):
+        if not ctx.way:
+            _depart(ctx.route, ctx.recipe, ctx.way, dx, dweights)
+        exchange, departed = ctx.way.pop()
+        if departed != dx.data_ptr():
+            raise RuntimeError("gradients of dispatched tokens departed before their last reader had added to them")
+        dx, dweights = quant.unpack(exchange.wait(), ctx.recipe.combine, *ctx.kinds)
+        return _summed(dx, ctx.route, ctx.kinds[1]), quant.sum_rows(dweights, ctx.route.row_TR), None, None, None, None
+
+
+class _Leave(torch.autograd.Function):
+    """Sums on their way home; backward waits for dy. Autograd goes backwards through what was called between this and _Home, so
+    that runs while they travel, in either direction."""
+
+    @staticmethod
+    def forward(ctx, y, route, recipe, way, in_full):
+        ctx.recipe, ctx.way, ctx.in_full, ctx.y = recipe, way, in_full, _kind(y)
+        rows = quant.quantize_fp8_rows(y) if recipe.combine == "fp8" else y
+        way.append(_Exchange(quant.pack(rows), route, home=True))
+        return quant.carrier(_rows(y, len(route.row_TR)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, like):
+        dy, = quant.unpack(ctx.way.pop().wait(), _gradient_format(ctx.recipe), *ctx.y)
+        if not isinstance(dy, Tensor):
+            dy = quant.dequantize(dy, like.dtype) if ctx.in_full else quant.carrier(_rows(like, len(dy.data)), dy)
+        return dy, None, None, None, None
+
+
+class _Home(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, like, route, recipe, way):
+        ctx.route, ctx.recipe, ctx.way = route, recipe, way
+        return _summed(quant.unpack(way.pop().wait(), recipe.combine, *_kind(like))[0], route, like.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        rows = quant.quantize_fp8_rows(dy) if _gradient_format(ctx.recipe) == "fp8" else dy
+        ctx.way.append(_Exchange(_take(quant.pack(rows), ctx.route.token_N), ctx.route))
+        return dy.new_zeros(()).expand(dy.shape), None, None, None
+
+
+def _gradient_format(recipe: Recipe) -> str:
+    """In which dy is sent: never below FP8."""
+    return "bf16" if recipe.wire == "bf16" else "fp8"
+
+
+def _rows(like: Tensor, n: int) -> Tensor:
+    """A stand-in for n rows like those of another tensor."""
+    return like.new_empty(()).expand(n, like.shape[1])
+
+
+def _kind(x: Tensor) -> tuple[int, torch.dtype]:
+    return x.shape[1], x.dtype
+
+
+def _take(rows: Tensor, token_N: Tensor) -> Tensor:
+    """Rows of bytes by index, eight at a time."""
+    return rows.view(torch.int64).index_select(0, token_N).view(torch.uint8)
+
+
+def _summed(rows: Tensor | quant.Fp8, route: Route, dtype: torch.dtype) -> Tensor:
+    """What came home, [T, H]: the sum of each token's rows in float32, in the order of ranks."""
+    return quant.sum_rows(rows if isinstance(rows, Tensor) else quant.dequantize(rows, dtype), route.row_TR)
+
+
+def message_bytes(config: ModelConfig, recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
+    """Bytes that a token costs on its way to one rank and back, by exchange; counts, 16 bytes a rank and layer, left out."""
+    ids, weights = (torch.int32, config.top_k), (torch.float32, config.top_k)
+    size = lambda name, *others: quant.message_bytes(name, config.hidden, dtype, *others)
+    return {"dispatch": size(recipe.dispatch, ids, weights), "combine": size(recipe.combine),
+            "combine, backward": size(_gradient_format(recipe)),
+            "dispatch, backward": size(recipe.combine, weights)}
 
 
 # -----------------------------------------------------------------------------
@@ -526,33 +707,33 @@ class DenseFFN(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts beside a shared one."""
+    """Routed experts beside a shared one. Of R ranks in the group `ep`, rank r holds experts r * E/R ... (r+1) * E/R - 1."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ep: dist.ProcessGroup | None = None):
         super().__init__()
-        c = config
+        c, self.ep = config, ep
+        local = c.n_experts // (ep.size() if ep is not None else 1)
         self.router = Router(c)
-        self.w13 = nn.Parameter(torch.empty(c.n_experts, 2 * c.expert_width, c.hidden))
-        self.w2 = nn.Parameter(torch.empty(c.n_experts, c.hidden, c.expert_width))
+        self.w13 = nn.Parameter(torch.empty(local, 2 * c.expert_width, c.hidden))
+        self.w2 = nn.Parameter(torch.empty(local, c.hidden, c.expert_width))
         self.shared = DenseFFN(c.hidden, c.n_shared * c.expert_width) if c.n_shared else None
 
     def forward(self, x: Activation, run: Pass) -> tuple[Tensor, Tensor | None]:
         """x [T, H], normed -> [T, H] and, in training, the balance losses [B]."""
         ids, weights, balance = self.router(x, run.batch)
-        got = dispatch(x, ids, weights)
+        got = dispatch(x, ids, weights, self.ep, self.router.config.n_experts)
         y = quant.experts(got.x, got.ids, got.weights, self.w13, self.w2, run.recipe, got.payload, "moe" in run.recompute,
-                          got.num_pairs)
-        y = combine(y, got)
-        return y + self.shared(x, run) if self.shared is not None else y, balance
+                          got.num_pairs, got.depart)
+        return combine(y, got, (lambda: self.shared(x, run)) if self.shared is not None else None), balance
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, dense: bool):
+    def __init__(self, config: ModelConfig, dense: bool, ep: dist.ProcessGroup | None = None):
         super().__init__()
         self.eps, self.dense = config.norm_eps, dense
         self.attn_norm, self.ffn_norm = nn.Parameter(torch.ones(config.hidden)), nn.Parameter(torch.ones(config.hidden))
         self.attn = MLA(config)
-        self.ffn = DenseFFN(config.hidden, config.dense_width) if dense else MoE(config)
+        self.ffn = DenseFFN(config.hidden, config.dense_width) if dense else MoE(config, ep)
 
     def forward(self, x: Tensor, run: Pass, cache: list | None = None) -> tuple[Tensor, Tensor | None]:
         """Residual stream x [T, H] -> the same, and the balance losses [B] or None."""
@@ -570,11 +751,11 @@ class MTP(nn.Module):
     The paper does not say whether h comes before or after the model's final norm. It comes after: published V3 weights
     are run so by vLLM, SGLang and transformers."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ep: dist.ProcessGroup | None = None):
         super().__init__()
         self.h_norm, self.next_norm, self.out_norm = (nn.Parameter(torch.ones(config.hidden)) for _ in range(3))
         self.proj = nn.Parameter(torch.empty(config.hidden, 2 * config.hidden))
-        self.layer = Layer(config, dense=False)
+        self.layer = Layer(config, False, ep)
 
     def forward(self, model: Model, h_TH: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Residual stream -> sum of cross entropies of the token after the next, and the layer's balance losses [B]."""
@@ -647,21 +828,43 @@ class Model(nn.Module):
     """The language model. Parameters are FP32 and nothing is quantised until `recipe` says so.
 
     recipe: a quant.Recipe; dtype: of activations, None for the parameters' own; recompute: a subset of RECOMPUTE_SCOPES.
-    All three may change between calls."""
+    All three may change between calls.
 
-    def __init__(self, config: ModelConfig):
+    ep: a group of R ranks over which each layer's experts are spread, E/R to a rank; all else is whole on each. Weights are
+    those of one process with the same random state. The ranks of a group call the model together, with the same sequence
+    length; each gives its own sequences and a loss divided by the whole step's num_tokens. Then every gradient is a sum, never
+    a mean: `expert_parameters` get theirs complete over ep, by the wire, and want the sum over the groups that hold the same
+    experts; all others want the sum over all ranks. ValueError unless R divides the number of experts."""
+
+    def __init__(self, config: ModelConfig, ep: dist.ProcessGroup | None = None):
         super().__init__()
+        ep = ep if ep is not None and ep.size() > 1 else None
+        if ep is not None and config.n_experts % ep.size():
+            raise ValueError(f"{config.n_experts} experts do not spread evenly over {ep.size()} expert-parallel ranks")
         self.config, self.recipe, self.dtype, self.recompute = config, RECIPES["bf16"], None, frozenset()
+        self.ep = ep
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden))
-        self.layers = nn.ModuleList(Layer(config, dense=i < config.n_dense) for i in range(config.n_layers))
+        self.layers = nn.ModuleList(Layer(config, i < config.n_dense, ep) for i in range(config.n_layers))
         self.norm = nn.Parameter(torch.ones(config.hidden))
         self.head = nn.Parameter(torch.empty(config.vocab_size, config.hidden))
-        self.mtp = MTP(config) if config.mtp else None
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=config.init_std)
-        quant.new_epoch()
+        self.mtp = MTP(config, ep) if config.mtp else None
+        self.init_weights()
         self.register_load_state_dict_post_hook(quant.new_epoch)
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Normal matrices. Of experts spread over ranks, one parameter at a time is drawn whole, and this rank's part kept."""
+        for parameter in self.parameters():
+            if parameter.dim() == 3 and self.ep is not None:
+                whole = parameter.new_empty(self.config.n_experts, *parameter.shape[1:])
+                parameter.copy_(nn.init.normal_(whole, std=self.config.init_std).chunk(self.ep.size())[self.ep.rank()])
+            elif parameter.dim() > 1:
+                nn.init.normal_(parameter, std=self.config.init_std)
+        quant.new_epoch()
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """w13 and w2 of every layer's routed experts: what differs between the ranks of `ep`."""
+        return [w for m in self.modules() if isinstance(m, MoE) for w in (m.w13, m.w2)]
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None, num_tokens: int | None = None):
         """-> (logits [B, S, Vo], None), or with targets (-100: ignored) (None, loss).
@@ -811,10 +1014,10 @@ _HF_DTYPES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # and byte
 
 
 def hf_tensors(model: Model, fused: bool = False) -> dict[str, Tensor]:
-    """Views of the model's tensors under a checkpoint's names: what loading fills and saving writes.
+    """Views of the model's tensors under a checkpoint's names: what loading fills and saving writes; of experts those held here.
 
     fused: a layer's experts in one tensor, as transformers 5 writes them with save_original_format=False."""
-    views = {}
+    views, first = {}, _held(model).start
     for ours, t in model.state_dict().items():
         ours = re.sub(r"^mtp\.(layer\.)?", f"layers.{model.config.n_layers}.", ours)
         layer, part = re.fullmatch(r"(layers\.\d+\.)?(.+)", ours).groups("")
@@ -823,11 +1026,18 @@ def hf_tensors(model: Model, fused: bool = False) -> dict[str, Tensor]:
         if t.dim() == 3 and fused:
             views[name.replace("mlp.", "mlp.experts.").removesuffix(".weight")] = t
             continue
-        weights = {name.replace("mlp.", f"mlp.experts.{e}."): w for e, w in enumerate(t)} if t.dim() == 3 else {name: t}
+        weights = {name.replace("mlp.", f"mlp.experts.{e}."): w for e, w in enumerate(t, first)} if t.dim() == 3 else {name: t}
         for name, weight in weights.items():
             names = [name.replace("gate_up", half) for half in ("gate", "up")] if "gate_up" in name else [name]
             views |= zip(names, weight.chunk(len(names)))
     return views
+
+
+def _held(model: Model) -> range:
+    """The experts of each layer that this rank holds."""
+    local = model.config.n_experts // (model.ep.size() if model.ep is not None else 1)
+    first = local * (model.ep.rank() if model.ep is not None else 0)
+    return range(first, first + local)
 
 
 def _turned(name: str, t: Tensor) -> Tensor:
@@ -979,7 +1189,8 @@ def load_hf(folder) -> Model:
 
 @torch.no_grad()
 def fill_from_hf(model: Model, folder):
-    """Copy a checkpoint's tensors into the model, wherever that is, one by one; MTP's if the model has it.
+    """Copy a checkpoint's tensors into the model, wherever that is, one by one; MTP's if the model has it, and of experts those
+    that this rank holds.
 
     Errors as `load_hf`'s, and ValueError if sizes or routes differ. Some tensors may have been copied by then."""
     folder, mtp = Path(folder), f"model.layers.{model.config.n_layers}."
@@ -991,6 +1202,8 @@ def fill_from_hf(model: Model, folder):
         index = {name: file for name, file in index.items() if not name.startswith(mtp)}
     slots = hf_tensors(model, any(name.endswith("mlp.experts.gate_up_proj") for name in index))
     known = {*slots, *(mtp + name for name in _HF_COPIES if model.mtp is not None)}
+    held, some = _held(model), f".mlp.experts.{_held(model).start}."
+    known |= {name.replace(some, f".mlp.experts.{e}.") for name in slots if some in name for e in range(model.config.n_experts)}
     unknown = {name for name in index if name.removesuffix("_scale_inv") not in known}
     for what, names in ("lacks", slots.keys() - index), ("has unexpected", unknown):
         if names:
@@ -999,15 +1212,20 @@ def fill_from_hf(model: Model, folder):
     for file, names in itertools.groupby(sorted(slots, key=index.get), index.get):
         with _opened(file) as opened:
             for name in names:
-                slots[name].copy_(_turned(name, _read_hf(name, slots[name].shape, opened, index)))
+                shape = slots[name].shape
+                whole = (model.config.n_experts, *shape[1:]) if len(shape) == 3 else shape
+                slots[name].copy_(_turned(name, _read_hf(name, whole, held, opened, index)))
     quant.new_epoch()
 
 
-def _read_hf(name: str, shape: torch.Size, opened, index: dict[str, Path]) -> Tensor:
-    """One tensor as it lies there, or for FP8 the numbers it stands for: its scale may be in another file."""
-    t, where, scale_file = opened.get_tensor(name), f"{index[name]}: {name}", index.get(f"{name}_scale_inv")
-    if t.shape != shape:
-        raise ValueError(f"{where} has the shape {list(t.shape)}; by config.json it is {list(shape)}")
+def _read_hf(name: str, shape: torch.Size, held: range, opened, index: dict[str, Path]) -> Tensor:
+    """One tensor as it lies there, the held experts' part of one that has all; or for FP8 the numbers it stands for: its scale
+    may be in another file."""
+    t = opened.get_slice(name)
+    have, t = t.get_shape(), t[held.start:held.stop] if len(shape) == 3 else opened.get_tensor(name)
+    where, scale_file = f"{index[name]}: {name}", index.get(f"{name}_scale_inv")
+    if have != list(shape):
+        raise ValueError(f"{where} has the shape {have}; by config.json it is {list(shape)}")
     if t.dtype in _HF_DTYPES and scale_file is None:
         return t
     if t.dtype != torch.float8_e4m3fn or t.dim() != 2 or scale_file is None:
@@ -1027,8 +1245,11 @@ def save_hf(model: Model, folder, dtype: torch.dtype = torch.bfloat16, eos: int 
     """Write a checkpoint for transformers: weights in dtype, but the router's in float32; eos: the id that ends a text.
 
     It is written as <folder>.tmp and renamed; no more than shard_bytes are held beside the model. ValueError for a
-    folder that is not empty, another dtype, a model that transformers does not compute; OSError: cannot be written."""
+    folder that is not empty, another dtype, a model that transformers does not compute or that holds a part of its experts;
+    OSError: cannot be written."""
     folder, safetensors = Path(folder).resolve(), _safetensors()
+    if model.ep is not None:
+        raise ValueError(f"this model holds {len(_held(model))} of {model.config.n_experts} experts: save one that has all")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is no empty folder: name another")
     if dtype not in _HF_DTYPES:
@@ -1152,4 +1373,5 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, recompute: frozenset = froze
     rows["h"] = 0 if "moe" in recompute else c.top_k * size(2 * c.expert_width, recipe.save_h)
     rows["h, shared"] = 0 if "mlp" in recompute or not c.n_shared else size(2 * c.n_shared * c.expert_width, recipe.save_h)
     rows["routing"] = tokens * c.top_k * 8 + c.n_experts * 4  # ids and weights where experts are, scores at home
+    rows["routing"] += 4 * (ranks + tokens) if ranks > 1 else 0  # which rows went where: Route
     return rows

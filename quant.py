@@ -42,7 +42,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -449,6 +449,51 @@ def narrow(q: Tensor | Fp8 | Fp4, name: str) -> Tensor | Fp8 | Fp4:
 
 
 # -----------------------------------------------------------------------------
+# messages: what a wire carries of a token, one row of bytes
+
+ALIGN = 16  # bytes: where each part of a message begins
+
+
+def _wire_parts(name: str, width: int, dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
+    """(dtype, width) of the tensors that a row in format name is sent as; of an FP8 scale that is its exponent byte."""
+    return {"bf16": [(dtype, width)], "fp8": [(torch.float8_e4m3fn, width), (torch.uint8, -(-width // TILE))],
+            "fp4": [(torch.uint8, width // 2), (torch.uint8, width // BLOCK)]}[name]
+
+
+def message_bytes(name: str, width: int, dtype: torch.dtype = torch.bfloat16, *others: tuple[torch.dtype, int]) -> int:
+    """Bytes of `pack`'s row for width elements in format name, and others."""
+    return sum(-(-columns * kind.itemsize // ALIGN) * ALIGN for kind, columns in (*_wire_parts(name, width, dtype), *others))
+
+
+def pack(q: Tensor | Fp8 | Fp4, *others: Tensor) -> Tensor:
+    """Rows q [T, K] and others [T, ..] side by side: uint8 [T, L], which every backend sends; FP8 types not all do."""
+    if isinstance(q, Fp8):
+        q = q.data, (q.scale.view(torch.int32) >> 23).to(torch.uint8)  # the biased exponent, 255 for NaN
+    parts = []
+    for t in (*([q] if isinstance(q, Tensor) else q), *others):
+        parts.append(t.contiguous().view(torch.uint8))
+        if short := -parts[-1].shape[1] % ALIGN:
+            parts.append(parts[-1].new_zeros(1, short).expand(len(t), short))
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+
+def unpack(message: Tensor, name: str, width: int, dtype: torch.dtype, *others: tuple[torch.dtype, int]):
+    """What pack took, (q, *others), from its rows: views but for FP8's scales. others: (dtype, width) of each."""
+    parts, start = [], 0
+    for kind, columns in (*_wire_parts(name, width, dtype), *others):
+        size = columns * kind.itemsize
+        parts.append(message[:, start:start + size].view(kind))
+        start += -(-size // ALIGN) * ALIGN
+    if name == "bf16":
+        return parts
+    if name == "fp4":
+        return Fp4(*parts[:2]), *parts[2:]
+    byte = parts[1].t().contiguous().t()  # scales of rows lie with stride 1 along rows, as GEMMs load them
+    scale = (byte.int() << 23).view(torch.float32).masked_fill(byte == 255, math.nan)
+    return Fp8(parts[0], scale), *parts[2:]
+
+
+# -----------------------------------------------------------------------------
 # weights: quantised once an optimizer step, reused by every micro-batch
 
 _epoch = 0
@@ -537,7 +582,7 @@ def _grouped_mm(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, dtype: torch.d
         kernels.grouped_gemm(*a, *b, groups.expert, y)
         return y
     a, b = _values(a, b)
-    if a.dtype == torch.bfloat16 and a.is_cuda:
+    if a.dtype == torch.bfloat16 and a.is_cuda and len(a):
         return F.grouped_mm(a, b.mT, offs=groups.offsets[1:]).to(dtype)
     y = a.new_zeros((len(a), b.shape[1]), dtype=dtype)  # rows behind the last expert's, too
     for e, (s, t) in enumerate(itertools.pairwise(groups.offsets.tolist())):
@@ -909,13 +954,15 @@ def _fan_out_both(dy: Tensor | Fp8, groups: Groups, compute: str):
 
 
 def _sum_rows(y_MH: Tensor, groups: Groups) -> Tensor:
-    """[T, H]: each token's rows summed in float32 (or wider), slot by slot, so that every run adds in the same order."""
-    if groups.dense:
-        return y_MH
+    return y_MH if groups.dense else sum_rows(y_MH, groups.row_TK)
+
+
+def sum_rows(y_MH: Tensor, row_TK: Tensor) -> Tensor:
+    """[T, H]: each token's rows (-1: none) summed in float32 or wider, slot by slot, so that every run adds in the same order."""
     if _on_gpu(y_MH) and y_MH.dtype in (torch.bfloat16, torch.float32):
-        return kernels.sum_rows(y_MH, groups.row_TK)
-    total = y_MH.new_zeros(len(groups.row_TK), y_MH.shape[1], dtype=torch.promote_types(y_MH.dtype, torch.float32))
-    for row_T in groups.row_TK.t():
+        return kernels.sum_rows(y_MH, row_TK)
+    total = y_MH.new_zeros(len(row_TK), y_MH.shape[1], dtype=torch.promote_types(y_MH.dtype, torch.float32))
+    for row_T in row_TK.t():
         total += _gather(y_MH, row_T)
     return total.to(y_MH.dtype)
 
@@ -1001,8 +1048,8 @@ class _SwiGLU(torch.autograd.Function):
     Routing maps are made again in backward: that costs three small launches, keeping them 12 bytes a row."""
 
     @staticmethod
-    def forward(ctx, x, weights_TK, w13, w2, ids_TK, num_pairs, recipe, read, source, recompute):
-        ctx.recipe, ctx.dtype, ctx.num_pairs = recipe, x.dtype, num_pairs
+    def forward(ctx, x, weights_TK, w13, w2, ids_TK, num_pairs, recipe, read, source, recompute, depart):
+        ctx.recipe, ctx.dtype, ctx.num_pairs, ctx.depart = recipe, x.dtype, num_pairs, depart
         groups = _groups(ids_TK, w13, num_pairs)
         # h in full is freed here, unless it is what is kept: nothing else refers to it
         a_M, h_kept = _swiglu_forward(_SwiGLU.fc1(read, w13, groups, recipe, x.dtype), weights_TK, groups, recipe)
@@ -1036,9 +1083,11 @@ class _SwiGLU(torch.autograd.Function):
         del da_M, h_kept, dy_cols, a_cols
         if ctx.needs_input_grad[0]:
             dx = _sum_rows(_grouped_mm(dh_rows, _expert_operands(w13, recipe, dtype)[1], groups, dtype), groups)
+            if ctx.depart is not None:
+                ctx.depart(dx, dweights_TK)
         if ctx.needs_input_grad[2]:
             dw13 = _grouped_wgrad(dh_cols, _fan_out_cols(kept, groups, recipe.compute), groups, w13)
-        return dx, dweights_TK, dw13, dw2, *[None] * 6
+        return dx, dweights_TK, dw13, dw2, *[None] * 7
 
 
 def _token(groups: Groups) -> Tensor:
@@ -1085,11 +1134,12 @@ def mlp(x: Activation, w13: Tensor, w2: Tensor, recompute: bool = False) -> Tens
     source = x.norm if x.norm is not None and (x.rebuild or recompute) else x.read if recompute else x.kept
     ids, ones = (torch.full((1, 1), v, dtype=t, device=x.x.device).expand(len(x.x), 1)  # no memory: only the shape is kept
                  for v, t in ((0, torch.int32), (1, torch.float32)))
-    return _SwiGLU.apply(x.x, ones, w13, w2, ids, None, x.recipe, x.read, source, recompute)
+    return _SwiGLU.apply(x.x, ones, w13, w2, ids, None, x.recipe, x.read, source, recompute, None)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, recipe: Recipe = RECIPES["bf16"],
-            payload: Fp8 | Fp4 | None = None, recompute: bool = False, num_pairs: int | None = None) -> Tensor:
+            payload: Fp8 | Fp4 | None = None, recompute: bool = False, num_pairs: int | None = None,
+            depart: Callable[[Tensor, Tensor], None] | None = None) -> Tensor:
     """y [T, H]: for each token the sum over its experts of weight * FFN(x), FFN(x) = w2 (silu(w_gate x) * (w_up x)).
 
     x [T, H]; ids [T, K] in 0..E-1, or -1 for none; weights [T, K] float32; w13 [E, 2I, H] (gate rows first), w2 [E, H, I].
@@ -1097,7 +1147,8 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, re
     without one x is brought to the wire's format here, so that codes do not depend on where tokens come from.
     recompute: h is not kept but rebuilt, in full, by one FC1 GEMM from the bits that forward read, which are then what is kept
     of x, also where `save` is narrower. num_pairs: how many ids are not -1, where the caller knows; on a GPU memory is laid out
-    for that many, or for all. ValueError for shapes that do not fit.
+    for that many, or for all. depart: called in backward with the gradients of x and weights as soon as they are there, before
+    that of w13; then x and weights must have no other reader. ValueError for shapes that do not fit.
     """
     _check_call("experts", x, recipe)
     _check_experts(x, ids, weights, w13, w2)
@@ -1108,7 +1159,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, re
     else:
         activation = quantize(x, recipe)
         read, kept = activation.read, x if recipe.save == "bf16" else activation.kept
-    return _SwiGLU.apply(x, weights, w13, w2, ids, num_pairs, recipe, read, read if recompute else kept, recompute)
+    return _SwiGLU.apply(x, weights, w13, w2, ids, num_pairs, recipe, read, read if recompute else kept, recompute, depart)
 
 
 def _check_call(name: str, x: Tensor, recipe: Recipe):
