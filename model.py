@@ -706,24 +706,37 @@ class DenseFFN(nn.Module):
         return quant.mlp(x, self.w13, self.w2, "mlp" in run.recompute)
 
 
+class Experts(nn.Module):
+    """The weights of a rank's routed experts; a module of its own, as they may be sharded over other ranks than the rest."""
+
+    def __init__(self, config: ModelConfig, local: int):
+        super().__init__()
+        self.w13 = nn.Parameter(torch.empty(local, 2 * config.expert_width, config.hidden))
+        self.w2 = nn.Parameter(torch.empty(local, config.hidden, config.expert_width))
+        self.received = 0  # tokens that came last
+
+    def forward(self, got: Received, run: Pass) -> Tensor:
+        """Tokens as they arrived -> the sum of what their experts here make of each."""
+        self.received = len(got.ids)
+        return quant.experts(got.x, got.ids, got.weights, self.w13, self.w2, run.recipe, got.payload, "moe" in run.recompute,
+                             got.num_pairs, got.depart)
+
+
 class MoE(nn.Module):
     """Routed experts beside a shared one. Of R ranks in the group `ep`, rank r holds experts r * E/R ... (r+1) * E/R - 1."""
 
     def __init__(self, config: ModelConfig, ep: dist.ProcessGroup | None = None):
         super().__init__()
         c, self.ep = config, ep
-        local = c.n_experts // (ep.size() if ep is not None else 1)
+        self.experts = Experts(c, c.n_experts // (ep.size() if ep is not None else 1))
         self.router = Router(c)
-        self.w13 = nn.Parameter(torch.empty(local, 2 * c.expert_width, c.hidden))
-        self.w2 = nn.Parameter(torch.empty(local, c.hidden, c.expert_width))
         self.shared = DenseFFN(c.hidden, c.n_shared * c.expert_width) if c.n_shared else None
 
     def forward(self, x: Activation, run: Pass) -> tuple[Tensor, Tensor | None]:
         """x [T, H], normed -> [T, H] and, in training, the balance losses [B]."""
         ids, weights, balance = self.router(x, run.batch)
         got = dispatch(x, ids, weights, self.ep, self.router.config.n_experts)
-        y = quant.experts(got.x, got.ids, got.weights, self.w13, self.w2, run.recipe, got.payload, "moe" in run.recompute,
-                          got.num_pairs, got.depart)
+        y = self.experts(got, run)
         return combine(y, got, (lambda: self.shared(x, run)) if self.shared is not None else None), balance
 
 
@@ -852,19 +865,21 @@ class Model(nn.Module):
         self.register_load_state_dict_post_hook(quant.new_epoch)
 
     @torch.no_grad()
-    def init_weights(self):
-        """Normal matrices. Of experts spread over ranks, one parameter at a time is drawn whole, and this rank's part kept."""
+    def init_weights(self, copy: Callable[[nn.Parameter, Tensor], object] = torch.Tensor.copy_):
+        """Normal matrices, norms of ones, buffers of zeros. Each parameter is drawn whole, one at a time, so that weights are those
+        of one process; copy(parameter, values) then writes what this rank holds of it: of experts its own."""
         for parameter in self.parameters():
-            if parameter.dim() == 3 and self.ep is not None:
-                whole = parameter.new_empty(self.config.n_experts, *parameter.shape[1:])
-                parameter.copy_(nn.init.normal_(whole, std=self.config.init_std).chunk(self.ep.size())[self.ep.rank()])
-            elif parameter.dim() > 1:
-                nn.init.normal_(parameter, std=self.config.init_std)
+            mine = slice(None) if parameter.dim() < 3 else slice(_held(self).start, _held(self).stop)
+            shape = parameter.shape if parameter.dim() < 3 else (self.config.n_experts, *parameter.shape[1:])
+            whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            copy(parameter, (whole.normal_(std=self.config.init_std) if whole.dim() > 1 else whole.fill_(1))[mine])
+        for buffer in self.buffers():
+            buffer.zero_()
         quant.new_epoch()
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """w13 and w2 of every layer's routed experts: what differs between the ranks of `ep`."""
-        return [w for m in self.modules() if isinstance(m, MoE) for w in (m.w13, m.w2)]
+        return [w for m in self.modules() if isinstance(m, Experts) for w in m.parameters()]
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None, num_tokens: int | None = None):
         """-> (logits [B, S, Vo], None), or with targets (-100: ignored) (None, loss).
@@ -990,6 +1005,7 @@ _HF_NAMES = {  # hf_tensors takes gate and up from one another, and experts
     "attn.wkv_a": "self_attn.kv_a_proj_with_mqa.weight", "attn.kv_norm": "self_attn.kv_a_layernorm.weight",
     "attn.wkv_b": "self_attn.kv_b_proj.weight", "attn.wo": "self_attn.o_proj.weight",
     "ffn.w13": "mlp.gate_up_proj.weight", "ffn.w2": "mlp.down_proj.weight",
+    "ffn.experts.w13": "mlp.experts.gate_up_proj.weight", "ffn.experts.w2": "mlp.experts.down_proj.weight",
     "ffn.shared.w13": "mlp.shared_experts.gate_up_proj.weight", "ffn.shared.w2": "mlp.shared_experts.down_proj.weight",
     "ffn.router.weight": "mlp.gate.weight", "ffn.router.bias": "mlp.gate.e_score_correction_bias",
     "h_norm": "hnorm.weight", "next_norm": "enorm.weight", "proj": "eh_proj.weight",
@@ -1024,9 +1040,9 @@ def hf_tensors(model: Model, fused: bool = False) -> dict[str, Tensor]:
         part += " without wq_a" if part == "attn.wq_b" and not model.config.q_lora else ""
         name = (layer and f"model.{layer}") + _HF_NAMES[part]
         if t.dim() == 3 and fused:
-            views[name.replace("mlp.", "mlp.experts.").removesuffix(".weight")] = t
+            views[name.removesuffix(".weight")] = t
             continue
-        weights = {name.replace("mlp.", f"mlp.experts.{e}."): w for e, w in enumerate(t, first)} if t.dim() == 3 else {name: t}
+        weights = {name.replace("experts", f"experts.{e}"): w for e, w in enumerate(t, first)} if t.dim() == 3 else {name: t}
         for name, weight in weights.items():
             names = [name.replace("gate_up", half) for half in ("gate", "up")] if "gate_up" in name else [name]
             views |= zip(names, weight.chunk(len(names)))

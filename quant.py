@@ -514,11 +514,13 @@ register_optimizer_step_post_hook(new_epoch)
 def weight_operands(weight: Tensor, compute: str, dtype: torch.dtype):
     """(what forward reads, what Dgrad reads) of weight [N, K] or [E, N, K]: blocks and transposed blocks, or one dtype copy.
 
-    Dgrad's operand is laid out as the weight of the transposed linear: [K, N] or [E, K, N]."""
+    Dgrad's operand is laid out as the weight of the transposed linear: [K, N] or [E, K, N]. Copies are kept until the weight
+    changes, but for one whose attribute `sharded` is true: to keep copies of all it consists of would undo the sharding."""
     values = weight.detach()
     if compute == "bf16" and weight.dtype == dtype:
         return values, values.mT
-    if weight.is_inference():  # it has no version, so nothing would tell that it changed
+    # an inference tensor has no version that would tell of a change; what FSDP gathers is there for a moment only
+    if weight.is_inference() or getattr(weight, "sharded", False):
         return _weight_copies(values, compute, dtype)
     key = (_epoch, weight._version, weight.data_ptr(), compute, dtype)
     cached = _copies.get(weight)

@@ -696,7 +696,7 @@ def plain_logits(ids, w, c):
                 continue
             y = swiglu(x, ffn["shared.w13"], ffn["shared.w2"]) if c.n_shared else 0
             for e, weight in plain_route(ffn["router.weight"] @ x, ffn.get("router.bias", 0), c).items():
-                y = y + weight * swiglu(x, ffn["w13"][e], ffn["w2"][e])
+                y = y + weight * swiglu(x, ffn["experts.w13"][e], ffn["experts.w2"][e])
             rows.append(y)
         x_SH = x_SH + torch.stack(rows)
     return norm(x_SH, w["norm"]) @ w["head"].T

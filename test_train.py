@@ -32,6 +32,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # for the server of forks below; a fork aft
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
@@ -293,10 +294,11 @@ def test_learning_rate(schedule):  # [29]
 
 def test_weight_decay_is_for_matrices_only():
     net = Model(ModelConfig(**MICRO))
-    decayed, kept = train.make_optimizer(net, train.Config(weight_decay=0.3)).param_groups
-    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
-    assert all(p.ndim >= 2 for p in decayed["params"]) and all(p.ndim == 1 for p in kept["params"])
-    assert len(decayed["params"]) + len(kept["params"]) == len(list(net.parameters()))
+    *decayed, kept = train.make_optimizer(net, train.Config(weight_decay=0.3)).param_groups
+    assert [group["weight_decay"] for group in (*decayed, kept)] == [0.3, 0.3, 0.0]
+    decayed = [p for group in decayed for p in group["params"]]
+    assert all(p.ndim >= 2 for p in decayed) and all(p.ndim == 1 for p in kept["params"])
+    assert len(decayed) + len(kept["params"]) == len(list(net.parameters()))
 
 
 # ---- moments in BF16 ----
@@ -468,7 +470,7 @@ def test_resume_is_exact(micro, monkeypatch):  # [27] [29]
     """A run of 100 steps, and one cut after steps 5, 37 and 99: data, learning rate, draws and losses are equal."""
     seen = []
 
-    def see(net, micro_batches, device):
+    def see(net, micro_batches, *_):
         seen.append((micro_batches[0][0].tolist(), torch.rand(1).item()))
 
     monkeypatch.setattr(train, "gradients", train.gradients)  # undone after the test
@@ -629,9 +631,9 @@ def toy_loss(cuts):
     """`cuts`: targets of the micro-batches of each rank."""
     if "RANK" in os.environ:
         train.dist.init_process_group("gloo")
-    toy = Toy()
+    toy, cpu = Toy(), torch.device("cpu")
     targets = cuts[train.rank()] if len(cuts) > 1 else cuts[0]
-    loss, _, tokens = train.gradients(toy, [(t, t) for t in targets], torch.device("cpu"))
+    loss, _, tokens = train.gradients(toy, [(t, t) for t in targets], cpu, train.Layout.of(1, 1, cpu))
     return loss, toy.w.grad.item(), tokens
 
 
@@ -684,9 +686,10 @@ def spoiled(config, value, spoiled_ranks):
     return train.main(config), changed
 
 
-@pytest.mark.parametrize("value, ranks, said, moments", [(math.nan, [1], "nan", "fp32"), (1e20, [0, 1], "inf", "bf16")])
-def test_all_ranks_skip_a_non_finite_step(micro, value, ranks, said, moments):  # [22]
-    answers = results(launch(spoiled, micro(steps=4, save_every=1, precision="fp8", moments=moments), value, ranks))
+@pytest.mark.parametrize("value, ranks, said, change", [
+    (math.nan, [1], "nan", {}), (1e20, [0, 1], "inf", dict(moments="bf16")), (math.nan, [1], "nan", dict(ep=2, fsdp=2))])
+def test_all_ranks_skip_a_non_finite_step(micro, value, ranks, said, change):  # [22]
+    answers = results(launch(spoiled, micro(steps=4, save_every=1, precision="fp8", **change), value, ranks))
     for last, changed in answers:
         assert changed == [True, True, False, True] and last["skipped"] == 1 and math.isfinite(last["val_loss"])
     assert answers[0][0]["grad_norm"] == answers[1][0]["grad_norm"]
@@ -695,25 +698,32 @@ def test_all_ranks_skip_a_non_finite_step(micro, value, ranks, said, moments):  
 
 
 def killed_in_save(config, when, rank):
-    """Trains until a rank dies by kill -9 in the save of step 4: before its part is written, or after."""
-    save = train.dcp.save
+    """Trains until a rank dies by kill -9 in the save of step 4: before its part is written, after, or in publishing."""
+    save, publish = state_dict_saver.save, train.Saver.publish
+
+    def die(step, now):
+        if (step, now) == ("4.tmp", when) and train.rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def deadly(state, checkpoint_id, **options):
-        doomed = checkpoint_id.name == "4.tmp" and train.rank() == rank
-        if doomed and when == "before":
+        if when == "before":
             (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
-            os.kill(os.getpid(), signal.SIGKILL)
-        save(state, checkpoint_id=checkpoint_id, **options)
-        if doomed:
-            os.kill(os.getpid(), signal.SIGKILL)
+        die(checkpoint_id.name, "before")
+        answer = save(state, checkpoint_id=checkpoint_id, **options)
+        die(checkpoint_id.name, "after")
+        return answer
 
-    train.dcp.save = deadly
+    def deadly_publish(saver):
+        die(saver.aside.name, "publishing")
+        publish(saver)
+
+    state_dict_saver.save, train.Saver.publish = deadly, deadly_publish  # the first is what the saving thread calls
     return train.main(config)
 
 
-@pytest.mark.parametrize("when, rank", [("before", 1), ("after", 0)])
+@pytest.mark.parametrize("when, rank", [("before", 1), ("after", 1), ("publishing", 0)])
 def test_kill_in_a_save_costs_no_checkpoint(micro, when, rank):  # [30]
-    answers = launch(killed_in_save, micro(steps=6, save_every=2), when, rank)
+    answers = launch(killed_in_save, micro(steps=6, save_every=2, fsdp=2), when, rank)
     assert answers[rank][0] == -signal.SIGKILL and answers[1 - rank][0] != 0
     assert checkpoints(micro().out_dir) == [2]
     ends = results(launch(train.main, micro(steps=6, save_every=2, resume="auto")))
@@ -770,9 +780,9 @@ def drawn(config):
     """Trains; returns each step's sequences of this rank, in the order in which they were drawn."""
     steps, gradients = [], train.gradients
 
-    def see(net, micro_batches, device):
+    def see(net, micro_batches, *rest):
         steps.append([pair for x, y in micro_batches for pair in zip(x.tolist(), y.tolist())])
-        return gradients(net, micro_batches, device)
+        return gradients(net, micro_batches, *rest)
 
     train.gradients = see
     try:
@@ -1045,9 +1055,10 @@ def disk():
 
 
 def fills_the_disk(config):
-    """Trains, and as step 3 begins nothing is left of the disk."""
+    """Trains, and as step 4 begins nothing is left of the disk."""
     def fill(run, config):
-        if run.counts["step"] == 2 and train.rank() == 0:
+        time.sleep(0.5 if run.counts["step"] == 2 else 0)  # the checkpoint of step 2 is written
+        if run.counts["step"] == 3 and train.rank() == 0:
             with contextlib.suppress(OSError), Path(config.out_dir, "..", "ballast").open("wb", buffering=0) as ballast:
                 while True:
                     ballast.write(bytes(4096))

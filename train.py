@@ -23,12 +23,22 @@ What makes a resume exact
 There is little state. The learning rate is a pure function of the step; the data order is one number (data.py); random
 draws are seeded by (seed, step, rank), so no generator's state has to be saved. The rest is weights, moments and three
 counters. On a CPU a run that was cut goes on bit for bit. A checkpoint is a folder <out_dir>/ckpt/<step>, written under
-another name and renamed when all ranks are done: what carries that name is complete, whenever a process was killed. Any
-number of ranks can read it. Its metadata, torch.distributed.checkpoint's, is a pickle: load only your own.
+another name while training goes on, and renamed when all ranks are done: what carries that name is complete, whenever a
+process was killed. Any number of ranks, in any layout, can read it. Its metadata, torch.distributed.checkpoint's, is a
+pickle: load only your own.
+
+Many ranks
+----------
+Each rank reads its own sequences. With --ep, a layer's experts are spread over ranks and tokens go to them (model.py);
+with --fsdp, FSDP2 shards weights, gradients and moments, and gathers a layer's weights while it computes. What is
+not sharded is a plain tensor whose gradients one all-reduce adds up, over all ranks or those with the same experts.
+Sums stay sums in every layout, and the norm counts each element once, however many ranks hold it. `Layout` says who
+holds what; checkpoints do not depend on it. Ranks decide alike, on numbers that all have; where one fails alone it says
+so first and leaves, which breaks the others' connections.
 
 Exit codes: 0, after SIGTERM and Ctrl-C too (the step is finished and saved, and the last line says so; torchrun itself
-then ends with 1); 2 with one line on stderr for bad settings, files or hardware, and after max_bad_steps; 130 for a
-Ctrl-C before the first step.
+then ends with 1); 2 with one line on stderr for bad settings, files, hardware or too little memory, and after
+max_bad_steps; 1 with a traceback for what nobody foresaw; 130 for a Ctrl-C before the first step.
 
 Shapes: B sequences of a micro-batch, S tokens of a sequence.
 """
@@ -36,6 +46,7 @@ Shapes: B sequences of a micro-batch, S tokens of a sequence.
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import difflib
 import inspect
 import json
@@ -46,6 +57,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 import typing
 import warnings
 from dataclasses import asdict, dataclass, field, fields
@@ -57,7 +69,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from tqdm import tqdm
 
 import data
@@ -83,6 +97,8 @@ class Config:
     seq_len: int = 128  # tokens of a sequence
     batch_size: int = 12  # sequences of a micro-batch on one rank
     grad_accum: int = 1  # micro-batches of a step on one rank
+    ep: int = 1  # ranks over which experts are spread, neighbours of one host
+    fsdp: int = 1  # ranks over which weights, gradients and moments are sharded (experts: over fsdp / ep of them)
     steps: int = 200  # optimizer steps of the whole run
     lr: float = 2e-3  # peak learning rate
     min_lr: float = -1.0  # learning rate of the last step; below 0: a tenth of lr
@@ -109,13 +125,15 @@ class Config:
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHOICES = {"dtype": ("", "bf16", "fp32"), "schedule": ("cosine", "wsd"), "preset": ("", *PRESETS), "precision": RECIPES,
            "moments": MOMENTS}
-AT_LEAST = {"seq_len": 1, "batch_size": 1, "grad_accum": 1, "steps": 1, "lr": 0, "warmup": 0, "weight_decay": 0,
-            "grad_clip": 0, "max_bad_steps": 1, "eval_every": 0, "eval_steps": 1, "save_every": 0, "log_every": 1}
+AT_LEAST = {"seq_len": 1, "batch_size": 1, "grad_accum": 1, "ep": 1, "fsdp": 1, "steps": 1, "lr": 0, "warmup": 0,
+            "weight_decay": 0, "grad_clip": 0, "max_bad_steps": 1, "eval_every": 0, "eval_steps": 1, "save_every": 0,
+            "log_every": 1}
 # what a run that goes on from a checkpoint may change in its model: nothing that shapes a tensor or decides a route
 MAY_CHANGE = {"balance_rate", "balance_alpha", "mtp_weight", "max_seq_len", "rope_base", "yarn_factor", "yarn_origin",
               "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "norm_eps", "init_std"}
 SAMPLE_TOKENS = 128  # length of the text generated at each evaluation
 KEPT_CHECKPOINTS = 2
+PATIENCE = datetime.timedelta(minutes=10)  # of a rank that waits for others, which may be reading data or compiling
 PORTION = 2**25  # so many elements of moments kept in BF16 are in float32 at once: two moments, 0.27 GB
 # dense BF16 TFLOP/s by data sheet; the first key found in the device's name
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "H800": 989, "H20": 148, "B200": 2250,
@@ -206,9 +224,15 @@ def total(tensor):
 
 def give_up(error):
     """Ends the run on every rank alike: rank 0 raises the error, the others leave with exit code 2, silently."""
+    error.of_all_ranks = True
     if rank() == 0:
         raise error
     sys.exit(2)
+
+
+def is_shared(error):
+    """Whether all ranks leave by this error, or by its like: then they may still talk to one another."""
+    return world_size() == 1 or isinstance(error, SystemExit) or getattr(error, "of_all_ranks", False)
 
 
 def together(make, *args, here=True, **options):
@@ -257,6 +281,7 @@ def check(config):
     resume = find_resume(config)
     model_config = choose_model(config, resume)
     model.check_recipe(model_config, recipe)
+    check_layout(config.ep, config.fsdp, model_config)
     if not 0 <= config.seed < 2**32:
         raise ValueError(f"--seed={config.seed}: choose one from 0 to 2**32 - 1.")
     if config.min_lr > config.lr:
@@ -384,6 +409,160 @@ def hold(out_dir, model_config, moments):
     return lock
 
 
+# ---- layouts: which rank holds what ----
+
+
+class Layout(typing.NamedTuple):
+    """How parameters lie on ranks. Rank numbers run over (copies, parts, ep) of experts, ep fastest: one host's NVLink.
+
+    Of dense parameters there are `copies` of fsdp parts each; a rank's E/ep experts have max(fsdp / ep, 1) parts.
+    What has one part only is a plain tensor; of what has more, FSDP2 makes DTensors.
+    """
+    dense: DeviceMesh  # copies x parts
+    experts: DeviceMesh  # copies x parts x ep
+
+    @classmethod
+    def of(cls, ep, fsdp, device):
+        """None for one process. The numbers are as `check_layout` wants them."""
+        if world_size() == 1:
+            return None
+        parts, names = max(fsdp // ep, 1), ("copies", "parts", "ep")
+        made = cls(init_device_mesh(device.type, (world_size() // fsdp, fsdp), mesh_dim_names=names[:2]),
+                   init_device_mesh(device.type, (world_size() // (parts * ep), parts, ep), mesh_dim_names=names))
+        for group in (group for mesh in made for group in mesh.get_all_groups()):
+            dist.distributed_c10d._set_pg_timeout(PATIENCE, group)  # which a mesh does not hand on
+        return made
+
+    def mesh(self, name):
+        """Of the parameter of this name."""
+        return self.experts if is_expert(name) else self.dense
+
+    def whole(self, name, tensor):
+        """A weight or moment as a checkpoint must see it: the experts of all ranks, or just what `tensor` is.
+
+        FSDP2 has sharded the experts of one rank, in a mesh without ep. A DTensor whose ep comes first has the same
+        local part at the right place among all experts; its mesh only tells places, nothing is sent through it."""
+        copies, parts, ep = self.experts.shape
+        if not is_expert(name) or parts * ep == 1:
+            return tensor
+        cut = tensor.placements[-1] if isinstance(tensor, DTensor) else Replicate()  # parts == 1
+        ranks = self.experts.mesh[self.experts.get_coordinate()[0]].t()
+        mesh = DeviceMesh(self.experts.device_type, ranks, mesh_dim_names=("ep", "parts"), _init_backend=False)
+        shape = torch.Size([tensor.shape[0] * ep, *tensor.shape[1:]])
+        return DTensor.from_local(local(tensor), mesh, (Shard(0), cut), run_check=False, shape=shape,
+                                  stride=torch.empty(shape, device="meta").stride())
+
+
+def is_expert(name):
+    return ".experts." in name
+
+
+def local(tensor):
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def check_layout(ep, fsdp, c):
+    """ValueError if this number of ranks, or a model of ModelConfig c, cannot be laid out so."""
+    wide, narrow, flags = max(ep, fsdp), min(ep, fsdp), f"--ep={ep} --fsdp={fsdp}"
+    if wide % narrow:
+        raise ValueError(f"{flags}: one must be a multiple of the other.")
+    if world_size() % wide:
+        raise ValueError(f"{flags} needs a multiple of {wide} ranks, not {world_size()}: start them by torchrun"
+                         f" --nproc_per_node, or change these flags.")
+    model.tokens_received(c, ep)  # ValueError: experts do not spread so
+    parts = max(fsdp // ep, 1)
+    if c.n_experts // ep % parts and (2 * c.expert_width % parts or c.hidden % parts):
+        raise ValueError(f"{flags}: neither a rank's {c.n_experts // ep} experts nor their widths {2 * c.expert_width}"
+                         f" and {c.hidden} can be cut into {parts}.")
+
+
+def shard(net, layout):
+    """Lets FSDP2 shard what has several parts. Gradients are sums over ranks, as everything here, not its means."""
+    parts = {"dense": layout.dense.size(1), "experts": layout.experts.size(1)} if layout else {"dense": 1}
+    if parts["dense"] == 1:
+        return
+    mesh = lambda mesh: mesh["copies", "parts"] if mesh.size(0) > 1 else mesh["parts"]
+    apart = {p for name, p in net.named_parameters() if is_expert(name)}
+
+    def wrap(module, mesh, **options):
+        fully_shard(module, mesh=mesh, **options)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # else a scaled sum, which gloo does not know
+        module.register_forward_pre_hook(mark)  # behind FSDP's own
+
+    def mark(module, _):
+        for name, p in module.named_parameters():
+            if not is_expert(name):  # experts are marked as a module of their own
+                p.sharded = True  # see quant.weight_operands
+
+    def cut(p):
+        """Whole experts if they come out even, else a slice of each."""
+        return Shard(0 if len(p) % parts["experts"] == 0 else 1)
+
+    for layer in (m for m in net.modules() if isinstance(m, model.Layer)):
+        experts = getattr(layer.ffn, "experts", None)
+        if experts is not None and parts["experts"] > 1:
+            wrap(experts, mesh(layout.experts), shard_placement_fn=cut)
+        wrap(layer, mesh(layout.dense), ignored_params=apart)
+        if experts is not None and parts["experts"] > 1:
+            layer.set_modules_to_forward_prefetch([experts])  # gathered while attention computes
+    wrap(net, mesh(layout.dense), ignored_params=apart)
+    register_fsdp_forward_method(net, "generate")
+
+
+def planned_memory(net, config):
+    """Bytes a rank's memory holds in a step, by what; left out is what a layer holds for the moment it computes.
+
+    `gathered`: of what FSDP2 shards, the outermost parameters and their gradients whole, and of the largest layer two
+    sets of weights (one is being gathered) and of gradients (one is being reduced)."""
+    element = torch.empty((), dtype=net.dtype).element_size()
+    here = sum(local(p).numel() for p in net.parameters())
+    read = [p for name, p in net.named_parameters() if p.dim() > 1 and name != "embed" and ".router." not in name]
+    copied = net.recipe.compute == "fp8" or element < 4  # FP8 and its transpose, or BF16
+    layers = [m for m in net.modules() if isinstance(m, model.Layer)]
+    sharded = lambda m: sum(p.numel() for p in m.parameters() if isinstance(p, DTensor))
+    sizes = [sharded(layer) for layer in layers]
+    kept = [sum(model.kept_bytes(net.config, net.recipe, net.recompute, config.ep, layer.dense, element).values())
+            for layer in layers]
+    return {"weights": 4 * here, "gradients": 4 * here, "moments": 2 * MOMENTS[config.moments].itemsize * here,
+            "copies to multiply": sum(2 * p.numel() for p in read if not isinstance(p, DTensor)) * copied,
+            "gathered": 8 * (sharded(net) - sum(sizes)) + 16 * max(sizes),
+            "kept activations": config.batch_size * config.seq_len * sum(kept)}
+
+
+def layout_line(net, config):
+    """What the run's start says of its layout and memory."""
+    copies = [world_size() // config.fsdp, world_size() // max(config.ep, config.fsdp)]
+    plan = planned_memory(net, config)
+    listed = ", ".join(f"{what} {size / 2**30:.3g}" for what, size in plan.items() if size)
+    return (f"layout: dense parameters {copies[0]} copies x {config.fsdp} parts, experts {copies[1]} copies x"
+            f" {max(config.fsdp // config.ep, 1)} parts x {config.ep} ranks; a rank plans for"
+            f" {sum(plan.values()) / 2**30:.3g} GiB: {listed}")
+
+
+@contextlib.contextmanager
+def explained_memory(config, net=None):
+    """Where memory runs out, one MemoryError that says how much was asked for, for how many tokens, and what helps."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU
+        asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        if not asked:
+            raise
+        tokens = config.batch_size * config.seq_len
+        most = max((m.received for m in net.modules() if isinstance(m, model.Experts)), default=0) if net else 0
+        missing = [scope for scope in model.RECOMPUTE_SCOPES if scope not in config.recompute]
+        helps = {f"--batch_size={config.batch_size // 2}": config.batch_size > 1,
+                 f"--recompute={','.join(model.RECOMPUTE_SCOPES)}": missing,
+                 "--save_h=fp4": (config.save_h or RECIPES[config.precision].save_h) != "fp4",
+                 "--moments=bf16": config.moments != "bf16",
+                 f"--fsdp={world_size()}": config.fsdp < world_size(), "more ranks": config.fsdp == world_size()}
+        raise MemoryError(f"Out of memory on rank {rank()}: {asked[1]} more were asked for, with {tokens} tokens a"
+                          f" micro-batch and up to {most} received by a layer's experts. What helps:"
+                          f" {', '.join(flag for flag, open in helps.items() if open)}.") from None
+
+
 # ---- checkpoints ----
 
 
@@ -445,32 +624,65 @@ def read_notes(checkpoint):
         raise damaged(checkpoint / "train.json", error) from None
 
 
-def training_state(net, optimizer):
+def training_state(net, optimizer, layout=None):
     """What is saved, and filled in place by a load: weights, router bias, and AdamW's moments by parameter name."""
     for p in net.parameters():
         if not optimizer.state[p]:  # before the first step; AdamW starts from these zeros as well
             optimizer.state[p] = zero_state(p, p.dtype)
-    return {"model": net.state_dict(), "optimizer": {name: optimizer.state[p] for name, p in net.named_parameters()}}
+    moments = {name: optimizer.state[p] for name, p in net.named_parameters()}
+    if layout is None:
+        return {"model": net.state_dict(), "optimizer": moments}
+    whole = lambda name, tensors: {k: t if k == "step" else layout.whole(name, t) for k, t in tensors.items()}
+    return {"model": {name: layout.whole(name, t) for name, t in net.state_dict().items()},
+            "optimizer": {name: whole(name, tensors) for name, tensors in moments.items()}}
 
 
-def save_checkpoint(folder, state, notes):
-    """Writes <folder>/<step> aside and renames it, all ranks together. `notes`, with "step" in it, become train.json.
+class Saver:
+    """Writes checkpoints <folder>/<step> beside the training, one at a time; `with` waits for the last one.
 
-    An error where it could not be written, on all ranks; earlier checkpoints are as they were.
+    `begin` copies the state, a thread of each rank writes its part to <step>.tmp, and `finish`, when all have, renames
+    that. So what has the name is complete, and a kill at any time leaves the checkpoints before. All ranks call these
+    together, and where a file cannot be written all get the same error: from `finish`, for what the thread met.
     """
-    final, aside = folder / str(notes["step"]), folder / f"{notes['step']}.tmp"
 
-    def publish():
-        (aside / "train.json").write_text(json.dumps(notes, indent=1))
-        shutil.rmtree(final, ignore_errors=True)  # incomplete, if it exists: no run comes to a saved step twice
-        aside.rename(final)
-        for old in complete_checkpoints(folder)[:-KEPT_CHECKPOINTS]:
+    def __init__(self, folder):
+        self.folder, self.writing = folder, None  # a Future
+        # ranks talk about their files in a thread, which must not come between what the main thread sends
+        self.group = dist.new_group(backend="gloo") if world_size() > 1 else None
+
+    def begin(self, state, notes):
+        """`notes`, with "step" in it, become train.json."""
+        self.finish()
+        self.notes, self.final = notes, self.folder / str(notes["step"])
+        self.aside = self.final.with_suffix(".tmp")
+        together(writing(self.final)(self.aside.mkdir), here=rank() == 0)
+        self.writing = together(writing(self.final)(dcp.async_save), state, checkpoint_id=self.aside,
+                                process_group=self.group, no_dist=world_size() == 1)
+
+    def busy(self):
+        return self.writing is not None and not self.writing.done()
+
+    def finish(self):
+        """Waits for the ranks' files, if any are being written, and makes them a checkpoint."""
+        if self.writing is not None:
+            written, self.writing = self.writing, None
+            together(writing(self.final)(written.result))
+            together(writing(self.final)(self.publish), here=rank() == 0)
+
+    def publish(self):
+        (self.aside / "train.json").write_text(json.dumps(self.notes, indent=1))
+        shutil.rmtree(self.final, ignore_errors=True)  # incomplete, if it exists: no run comes to a saved step twice
+        self.aside.rename(self.final)
+        for old in complete_checkpoints(self.folder)[:-KEPT_CHECKPOINTS]:
             (old / "train.json").unlink()  # from here on it does not count as complete
             shutil.rmtree(old, ignore_errors=True)
 
-    together(writing(final)(aside.mkdir), here=rank() == 0)
-    together(writing(final)(dcp.save), state, checkpoint_id=aside, no_dist=world_size() == 1)
-    together(writing(final)(publish), here=rank() == 0)
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if error is None or is_shared(error):  # else the other ranks are elsewhere, and none may wait for them
+            self.finish()
 
 
 def load_checkpoint(path, state):
@@ -486,9 +698,14 @@ def load_checkpoint(path, state):
 
 
 def make_optimizer(net, config):
-    """AdamW; weight decay on matrices alone, embedding, head and experts among them (as in nanoGPT)."""
-    groups = [{"params": [p for p in net.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
-              {"params": [p for p in net.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    """AdamW; weight decay on matrices alone, embedding, head and experts among them (as in nanoGPT).
+
+    Experts are a group of their own: they may lie on other ranks, and a fused step takes tensors that lie alike."""
+    decayed, kept = {False: [], True: []}, []
+    for name, p in net.named_parameters():
+        (decayed[is_expert(name)] if p.ndim >= 2 else kept).append(p)
+    groups = [{"params": params, "weight_decay": config.weight_decay} for params in decayed.values() if params]
+    groups += [{"params": kept, "weight_decay": 0.0}] if kept else []
     if config.moments == "bf16":
         return BF16AdamW(groups, config.lr, (0.9, 0.95))
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
@@ -535,7 +752,7 @@ class BF16AdamW(torch.optim.Optimizer):
         portion, room = [], PORTION
         for p in params:
             state = self.state[p]
-            tensors = p, p.grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]
+            tensors = local(p), local(p.grad).contiguous(), local(state["exp_avg"]), local(state["exp_avg_sq"])
             for piece in zip(*(t.view(-1).split(PORTION) for t in tensors)):
                 if piece[0].numel() > room:
                     yield portion
@@ -561,25 +778,50 @@ def learning_rate(step, config):
     return lowest + share * (config.lr - lowest)
 
 
-def gradients(net, micro_batches, device):
+def gradients(net, micro_batches, device, layout=None):
     """Fills .grad with the gradient of the mean over all tokens of all ranks; returns (loss, gradient norm, tokens)."""
     num_tokens = sum((targets_BS != data.IGNORED).sum() for _, targets_BS in micro_batches)
     num_tokens = max(1, total(num_tokens).item())
-    loss_sum = torch.zeros((), device=device)
-    for tokens_BS, targets_BS in micro_batches:
+    loss_sum = torch.zeros((), device=device, dtype=torch.float64)
+    for i, (tokens_BS, targets_BS) in enumerate(micro_batches, 1):
+        if isinstance(net, FSDPModule):
+            net.set_requires_all_reduce(i == len(micro_batches))  # copies of a part are added up once a step
         _, loss = net(tokens_BS.to(device), targets_BS.to(device), num_tokens)
         loss.backward()
         loss_sum += loss.detach()
-    parameters = list(net.parameters())
-    for p in parameters:
+    add_up_gradients(net, layout)
+    square = square_sum(net, layout)
+    # the same bits on all ranks; waits for the GPU. A square that float32 cannot hold is infinite
+    loss, square = total(torch.stack([loss_sum, square])).float().tolist()
+    return loss, math.sqrt(square), num_tokens
+
+
+def add_up_gradients(net, layout):
+    """Of what FSDP2 does not reduce, which is what has one part only: over all ranks, or those with the same experts."""
+    sums = []
+    for name, p in net.named_parameters():
         if p.grad is None:  # not reached on this rank, but the others wait for it
             p.grad = torch.zeros_like(p)
-    if world_size() > 1:
-        for work in [dist.all_reduce(p.grad, async_op=True) for p in parameters]:
-            work.wait()
-    norm = get_total_norm([p.grad for p in parameters])
-    loss, norm = torch.stack([total(loss_sum), norm]).tolist()  # the same bits on every rank; waits for the GPU
-    return loss, norm, num_tokens
+        if layout and not isinstance(p, DTensor) and layout.mesh(name).size(0) > 1:
+            sums.append(dist.all_reduce(p.grad, group=layout.mesh(name).get_group("copies"), async_op=True))
+    for work in sums:
+        work.wait()
+
+
+def square_sum(net, layout):
+    """This rank's share of the squared gradient norm, whose sum over ranks is the whole: what n ranks hold counts 1/n.
+
+    In float64, so that it hardly depends on how gradients are cut."""
+    names, grads = zip(*((name, local(p.grad)) for name, p in net.named_parameters()))
+    copies = torch.tensor([layout.mesh(name).size(0) if layout else 1 for name in names], device=grads[0].device)
+    return (torch.stack(torch._foreach_norm(grads, 2, torch.float64)).square() / copies).sum()
+
+
+@torch.no_grad()
+def clip(net, norm, largest):
+    """Brings gradients of this norm to the largest one that is wanted."""
+    if norm > largest:
+        torch._foreach_mul_([local(p.grad) for p in net.parameters()], largest / norm)
 
 
 def train_step(run, config):
@@ -587,11 +829,11 @@ def train_step(run, config):
     counts, step = run.counts, run.counts["step"]
     torch.manual_seed(((config.seed * 2**24 + step) * 2**12 + rank()) % 2**63)  # whatever was drawn before
     micro_batches = together(lambda: [run.batches.next() for _ in range(config.grad_accum)])
-    loss, norm, tokens = gradients(run.net, micro_batches, run.device)
+    loss, norm, tokens = gradients(run.net, micro_batches, run.device, run.layout)
     row = {"step": step + 1, "loss": loss, "lr": learning_rate(step, config), "grad_norm": norm}
     if math.isfinite(loss) and math.isfinite(norm):
         if config.grad_clip:
-            clip_grads_with_norm_(run.net.parameters(), config.grad_clip, torch.tensor(norm))
+            clip(run.net, norm, config.grad_clip)
         for group in run.optimizer.param_groups:
             group["lr"] = row["lr"]
         run.optimizer.step()
@@ -624,6 +866,7 @@ def evaluate(run, config):
         loss, tokens = total(sums).tolist()
         losses[recipe] = loss / tokens
     prompt_BS = torch.tensor([[run.encoding.eot_token]], device=run.device)
+    torch.manual_seed(run.counts["step"])  # all ranks draw the same: layers may need them all
     try:
         ids = net.generate(prompt_BS, min(SAMPLE_TOKENS, net.config.max_seq_len - 1), 0.8)[0, 1:].tolist()
         text = to_text(run.encoding, ids)
@@ -631,6 +874,8 @@ def evaluate(run, config):
         text = f"none, {error}"
     net.train()
     net.recipe = trained_with
+    if isinstance(net, FSDPModule):
+        net.reshard()  # what no backward has freed
     say(f"step {run.counts['step']}: val loss {losses[RECIPES['bf16']]:.4f}, in {config.precision}"
         f" {losses[trained_with]:.4f}; a sample:\n{text}\n")
     return {"val_loss": losses[RECIPES["bf16"]], "val_loss_quantized": losses[trained_with]}
@@ -711,6 +956,7 @@ def catch_signals():
 class Run(typing.NamedTuple):
     device: torch.device
     net: Model
+    layout: Layout | None  # None: one process
     optimizer: torch.optim.Optimizer
     encoding: typing.Any  # tiktoken.Encoding
     batches: typing.Any  # of data.open_data
@@ -731,14 +977,13 @@ def start(config, device, dtype, recipe, recompute, model_config, resume):
     name, encoding = together(open_tokenizer, config, model_config, resume)
     check_ranks_agree(asdict(config) | {"checkpoint to resume": resume and resume.name})
 
-    torch.manual_seed(config.seed)  # the same weights on every rank
-    with device:
-        net = Model(model_config)
+    layout = Layout.of(config.ep, config.fsdp, device)
+    net = build(model_config, layout, device, config.seed)
     net.recipe, net.dtype, net.recompute = recipe, dtype, recompute
     if config.compile:
         model.compile_elementwise()
     optimizer = make_optimizer(net, config)
-    state = training_state(net, optimizer)
+    state = training_state(net, optimizer, layout)
 
     counts = {"step": 0, "skipped": 0, "bad_in_a_row": 0}
     origin = {"config": asdict(config), "model": asdict(model_config), "tokenizer": name}
@@ -751,12 +996,44 @@ def start(config, device, dtype, recipe, recompute, model_config, resume):
         changed = [f"{k} {before.get(k)} -> {now}" for k, now in origin["config"].items() if now != before.get(k)]
         say(f"goes on from {resume}" + "; changed: " * bool(changed) + ", ".join(changed))
     elif folder := hf_folder(config.init_from):
-        together(model.fill_from_hf, net, folder)
+        fill_from_hf(net, folder)
     elif config.init_from:
         load_checkpoint(find_checkpoint(config.init_from), {"model": state["model"]})
     batches, val_batches = together(open_data, config, encoding, resume)
     check_ranks_agree(batches.identity)
-    return Run(device, net, optimizer, encoding, batches, val_batches, counts, origin)
+    return Run(device, net, layout, optimizer, encoding, batches, val_batches, counts, origin)
+
+
+def build(model_config, layout, device, seed):
+    """A model with the weights of this seed, which no rank ever holds whole: it is cut before it gets memory."""
+    with torch.device("meta"):
+        net = Model(model_config, layout and layout.experts.get_group("ep"))
+    shard(net, layout)
+    net.to_empty(device=device)
+    torch.manual_seed(seed)  # the same weights on every rank
+    net.init_weights(copy_part)
+    return net
+
+
+@torch.no_grad()
+def copy_part(p, values):
+    """Into a parameter, what this rank holds of its values."""
+    if isinstance(p, DTensor):
+        values = distribute_tensor(values, p.device_mesh, p.placements, src_data_rank=None)  # nothing is sent
+    local(p).copy_(local(values))
+
+
+def fill_from_hf(net, folder):
+    """A checkpoint of Hugging Face; for a sharded model by way of a whole one on the host, less other ranks' experts."""
+    if not isinstance(net, FSDPModule):
+        return together(model.fill_from_hf, net, folder)
+    with torch.device("meta"):
+        whole = Model(net.config, net.ep)
+    together(model.fill_from_hf, whole.to_empty(device="cpu"), folder)
+    for ours, theirs in zip(net.parameters(), whole.parameters()):
+        copy_part(ours, theirs.detach().to(local(ours).device))
+    for ours, theirs in zip(net.buffers(), whole.buffers()):
+        ours.copy_(theirs)
 
 
 def open_tokenizer(config, model_config, resume):
@@ -791,11 +1068,12 @@ def train(run, config):
     known = f"is of {peak / 1e12:.0f} TFLOP/s dense BF16 each" if peak < math.inf else "reads 0: the peak is unknown"
     say(f"{size['total'] / 1e6:.2f} M parameters, {size['active'] / 1e6:.2f} M active; {run.net.recipe};"
         f" {world_size()} x {run.device.type}, {run.net.dtype}; MFU {known}")
+    say(layout_line(run.net, config))
     together(begin_log, log, run, here=rank() == 0)
     every = {"eval": config.eval_every, "save": config.save_every, "log": config.log_every}
     seconds = 0.1 if sys.stderr.isatty() else 10  # between redraws
     bar = tqdm(total=config.steps, initial=counts["step"], disable=rank() != 0, mininterval=seconds)
-    with bar, catch_signals() as signals:
+    with bar, catch_signals() as signals, Saver(ckpt) as saver, explained_memory(config, run.net):
         while counts["step"] < config.steps and not stopped:
             began = time.perf_counter()
             row, tokens = train_step(run, config)
@@ -811,13 +1089,17 @@ def train(run, config):
             bar.set_postfix_str(status(row, counts), refresh=False)
             bar.update()
             if counts["bad_in_a_row"] >= config.max_bad_steps:
+                saver.finish()
                 good = ", ".join(map(str, complete_checkpoints(ckpt))) or "none"
                 give_up(FloatingPointError(f"{counts['bad_in_a_row']} steps in a row were skipped; of the last, step"
                                            f" {row['step']}, the {row['skipped']}. Good checkpoints: {good}."))
-            stopped = total(torch.tensor(len(signals))).item() > 0  # a signal may have come to one rank only
+            # a signal may have come to one rank only, and one may have written its part of a checkpoint before another
+            stopped, busy = total(torch.tensor([len(signals), saver.busy()])).tolist()
+            if not busy:
+                saver.finish()
             if last or stopped or "save" in due and not counts["bad_in_a_row"]:  # in a bad streak older ones are better
                 notes = counts | {"data": data.merge_states(of_ranks(run.batches.state_dict()))} | run.origin
-                save_checkpoint(ckpt, training_state(run.net, run.optimizer), notes)
+                saver.begin(training_state(run.net, run.optimizer, run.layout), notes)
     finished, saved = counts["step"] == config.steps, (complete_checkpoints(ckpt) or [None])[-1]
     if finished and "val_loss" not in row:  # it was finished before: nothing was left to do
         row |= evaluate(run, config)
@@ -843,16 +1125,29 @@ def main(config):
     """Trains as `config` says, alone or, where torchrun set WORLD_SIZE, as one rank of many.
 
     Returns the last row of the log with, over it, the counts step, skipped and bad_in_a_row; finished (False: a signal
-    came) and checkpoint, a path. ValueError, OSError and FloatingPointError carry one line for the user.
+    came) and checkpoint, a path. ValueError, OSError, FloatingPointError and MemoryError carry one line for the user.
     """
+    with joined_ranks(config):
+        *checked, model_config, resume = together(check, config)
+        with together(hold, config.out_dir, model_config, config.moments, here=rank() == 0) or contextlib.nullcontext():
+            with explained_memory(config):
+                run = start(config, *checked, model_config, resume)
+            return train(run, config)
+
+
+@contextlib.contextmanager
+def joined_ranks(config):
+    """The process group of all ranks, where torchrun started several. It stays open after an error of one rank alone:
+    to close it takes them all. That rank's exit is what ends the others."""
     joins = int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized()
     if joins:  # what lies on the host goes through gloo, what lies on GPUs through NCCL
         gpus = config.device != "cpu" and torch.cuda.is_available()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
     try:
-        *checked, model_config, resume = together(check, config)
-        with together(hold, config.out_dir, model_config, config.moments, here=rank() == 0) or contextlib.nullcontext():
-            return train(start(config, *checked, model_config, resume), config)
+        yield
+    except BaseException as error:
+        joins &= is_shared(error)
+        raise
     finally:
         if joins:
             dist.destroy_process_group()
@@ -889,12 +1184,24 @@ def export(words):
           + f"; its tokenizer, {tokenizer}, has no tokenizer.json and was left out" * (not files))
 
 
+def leave(code):
+    """Ends this process at once where other ranks do not end with it: neither threads nor they are waited for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_initialized():
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
     try:
         export(sys.argv[2:]) if sys.argv[1:2] == ["export"] else main(parse_flags(sys.argv[1:]))
-    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError, MemoryError) as error:
         print("train.py:", " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
+        leave(2)
     except KeyboardInterrupt:
         print("train.py: stopped before the first step", file=sys.stderr)
-        sys.exit(130)
+        leave(130)
+    except Exception:
+        traceback.print_exc()
+        leave(1)
