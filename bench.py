@@ -49,7 +49,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import model
 import quant
@@ -796,7 +795,7 @@ class Slice:
         self.ranks, sequences, cut = SLICES[name]
         self.config = dataclasses.replace(PRESETS[name], **cut | ({"n_layers": layers} if layers else {}))
         self.net = one_ranks_model(self.config, self.ranks)
-        self.optimizer = trainer.make_optimizer(self.net, trainer.Config(moments="bf16", lr=1e-6))
+        self.optimizer = trainer.make_optimizer(self.net, trainer.Config(moments="bf16"))
         tokens = torch.randint(self.config.vocab_size, (in_flight, sequences, SEQ_LEN + 1), device="cuda")
         self.micro_batches = [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
         self.tokens = self.micro_batches[0][0].numel()
@@ -824,11 +823,9 @@ class Slice:
                 quant.weight_operands(p, self.net.recipe.compute, torch.bfloat16)
 
     def update(self):
-        """What follows on the gradients of a step, which are left as they were."""
-        parameters = list(self.net.parameters())
-        clip_grads_with_norm_(parameters, 1.0, get_total_norm([p.grad for p in parameters]))
-        self.optimizer.step()
-        self.net.update_balance()
+        """What follows on the gradients of a step."""
+        norm = trainer.square_sum(self.net, None).sqrt().float()
+        trainer.update(self.net, self.optimizer, norm, norm, 1e-6, 1.0)
 
     def step(self):
         losses = [self.net(*batch, self.tokens * len(self.micro_batches))[1] for batch in self.micro_batches]
@@ -850,7 +847,7 @@ def one_ranks_model(config, ranks):
     with torch.device("meta"):
         net = model.Model(config)
         for part in net.modules():
-            if isinstance(part, model.MoE):
+            if isinstance(part, model.Experts):
                 for name in ("w13", "w2"):
                     setattr(part, name, torch.nn.Parameter(getattr(part, name)[: config.n_experts // ranks]))
     net.to_empty(device="cuda")

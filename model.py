@@ -965,11 +965,11 @@ class Model(nn.Module):
         return tokens_BS
 
     @torch.no_grad()
-    def update_balance(self, move: bool = True) -> Tensor:
+    def update_balance(self, move: bool | Tensor = True) -> Tensor:
         """Once after each optimizer step: move the balance biases against the step's loads, clear them; -> max / mean load.
 
         bias += u * sign(mean - load), load summed over all ranks and micro-batches (arXiv 2408.15664). Mean of the layers, 0-dim.
-        move=False, after a skipped step, only clears the loads."""
+        move=False (or a tensor that is), after a skipped step, only clears the loads."""
         routers = [m for m in self.modules() if isinstance(m, Router)]
         if not routers:
             return torch.ones(())
@@ -979,8 +979,8 @@ class Model(nn.Module):
         load = load.double()
         mean = load.mean(1, keepdim=True)
         for router, sign in zip(routers, (mean - load).sign()):
-            if move and router.gate.balanced:
-                router.bias += self.config.balance_rate * sign.to(router.bias.dtype)
+            if router.gate.balanced:
+                router.bias += self.config.balance_rate * (sign * move).to(router.bias.dtype)
             router.load.zero_()
         return (load.amax(1) / mean.squeeze(1).clamp(min=1 / load.shape[1])).mean().float()
 

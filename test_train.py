@@ -545,7 +545,7 @@ def grads(net, micro_batches):
     loss, norm, _ = train.gradients(net, micro_batches, torch.device("cpu"))
     answer = [p.grad for p in net.parameters()]
     net.zero_grad()
-    return loss, answer
+    return loss.item(), answer
 
 
 @pytest.mark.parametrize("eval_every", [0, 1])
@@ -634,7 +634,7 @@ def toy_loss(cuts):
     toy, cpu = Toy(), torch.device("cpu")
     targets = cuts[train.rank()] if len(cuts) > 1 else cuts[0]
     loss, _, tokens = train.gradients(toy, [(t, t) for t in targets], cpu, train.Layout.of(1, 1, cpu))
-    return loss, toy.w.grad.item(), tokens
+    return loss.item(), toy.w.grad.item(), tokens
 
 
 def test_loss_is_a_mean_over_tokens():  # [20]

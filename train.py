@@ -76,6 +76,7 @@ from tqdm import tqdm
 
 import data
 import model
+import quant
 from model import PRESETS, Model
 from quant import RECIPES, new_epoch
 
@@ -720,24 +721,42 @@ def zero_state(p, dtype):
 class BF16AdamW(torch.optim.Optimizer):
     """AdamW with BF16 moments and float32 weights, as DeepSeek-V3 (arXiv 2412.19437, §3.3.3); torch's own refuses that.
 
-    A portion at a time, moments become float32, torch's fused AdamW takes its step, and they are rounded to nearest
-    even. So all arithmetic is float32, and weights move by the new moments before they are rounded."""
+    Moments become float32, AdamW takes its step, and they are rounded to nearest even: all arithmetic is float32, and
+    weights move by the new moments before they are rounded. On a GPU one kernel for a group does all that; elsewhere
+    torch's fused AdamW, a portion at a time. `grad_scale` and `found_inf` mean what they do to torch's: see `update`."""
 
     def __init__(self, groups, lr, betas, eps=1e-8, weight_decay=0.01):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.grad_scale = self.found_inf = None
         for group in self.param_groups:
             self.state.update({p: zero_state(p, torch.bfloat16) for p in group["params"]})
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            options = {name: group[name] for name in ("lr", "eps", "weight_decay")}
-            options |= dict(zip(("beta1", "beta2"), group["betas"]), amsgrad=False, maximize=False)
             params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                torch._foreach_add_([self.state[p]["step"] for p in params], 1)
-            for portion in self.portions(params):
-                self.advance(*map(list, zip(*portion)), options)
+            if not params:
+                continue
+            steps = [self.state[p]["step"] for p in params]
+            torch._foreach_add_(steps, 1)
+            options = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+            options |= dict(zip(("beta1", "beta2"), group["betas"]))
+            if params[0].is_cuda and quant.kernels is not None:
+                tensors = list(map(list, zip(*map(self.tensors, params))))
+                one, zero = steps[0].new_ones(()), steps[0].new_zeros(())
+                quant.kernels.adamw_bf16(*tensors, one if self.grad_scale is None else self.grad_scale,
+                                         zero if self.found_inf is None else self.found_inf, **options)
+            else:
+                options |= dict(amsgrad=False, maximize=False, grad_scale=self.grad_scale, found_inf=self.found_inf)
+                for portion in self.portions(params):
+                    self.advance(*map(list, zip(*portion)), options)
+            if self.found_inf is not None:
+                torch._foreach_sub_(steps, [self.found_inf] * len(steps))
+
+    def tensors(self, p):
+        """This rank's part of a weight, its gradient and its moments; the step."""
+        state = self.state[p]
+        return (local(p), local(p.grad).contiguous(), local(state["exp_avg"]), local(state["exp_avg_sq"]), state["step"])
 
     @staticmethod
     def advance(weights, grads, first, second, steps, options):
@@ -751,13 +770,12 @@ class BF16AdamW(torch.optim.Optimizer):
         """Lists of (weight, gradient, both moments, step): PORTION elements at most, large tensors in flat pieces."""
         portion, room = [], PORTION
         for p in params:
-            state = self.state[p]
-            tensors = local(p), local(p.grad).contiguous(), local(state["exp_avg"]), local(state["exp_avg_sq"])
+            *tensors, step = self.tensors(p)
             for piece in zip(*(t.view(-1).split(PORTION) for t in tensors)):
                 if piece[0].numel() > room:
                     yield portion
                     portion, room = [], PORTION
-                portion.append((*piece, state["step"]))
+                portion.append((*piece, step))
                 room -= piece[0].numel()
         if portion:
             yield portion
@@ -779,21 +797,24 @@ def learning_rate(step, config):
 
 
 def gradients(net, micro_batches, device, layout=None):
-    """Fills .grad with the gradient of the mean over all tokens of all ranks; returns (loss, gradient norm, tokens)."""
+    """Fills .grad with the gradient of the mean over all tokens of all ranks; returns (loss, gradient norm, tokens).
+
+    The first two are tensors [], the same bits on all ranks; nothing here waits for a GPU."""
+    def to_device(t):  # from pinned memory a copy need not be waited for
+        return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
+
     num_tokens = sum((targets_BS != data.IGNORED).sum() for _, targets_BS in micro_batches)
     num_tokens = max(1, total(num_tokens).item())
     loss_sum = torch.zeros((), device=device, dtype=torch.float64)
     for i, (tokens_BS, targets_BS) in enumerate(micro_batches, 1):
         if isinstance(net, FSDPModule):
             net.set_requires_all_reduce(i == len(micro_batches))  # copies of a part are added up once a step
-        _, loss = net(tokens_BS.to(device), targets_BS.to(device), num_tokens)
+        _, loss = net(to_device(tokens_BS), to_device(targets_BS), num_tokens)
         loss.backward()
         loss_sum += loss.detach()
     add_up_gradients(net, layout)
-    square = square_sum(net, layout)
-    # the same bits on all ranks; waits for the GPU. A square that float32 cannot hold is infinite
-    loss, square = total(torch.stack([loss_sum, square])).float().tolist()
-    return loss, math.sqrt(square), num_tokens
+    loss, square = total(torch.stack([loss_sum, square_sum(net, layout)])).float()
+    return loss, square.sqrt(), num_tokens  # a square that float32 cannot hold is infinite
 
 
 def add_up_gradients(net, layout):
@@ -818,34 +839,39 @@ def square_sum(net, layout):
 
 
 @torch.no_grad()
-def clip(net, norm, largest):
-    """Brings gradients of this norm to the largest one that is wanted."""
-    if norm > largest:
-        torch._foreach_mul_([local(p.grad) for p in net.parameters()], largest / norm)
+def update(net, optimizer, loss, norm, lr, largest):
+    """AdamW's step on gradients of this norm, brought down to `largest` (0: as they are), and the balance bias's.
+
+    Neither is taken where loss or norm is not finite: weights, moments and bias stay. What decides are tensors, so that
+    the host need not wait for a GPU. Returns max / mean load of the experts, a tensor []."""
+    fine = torch.isfinite(loss) & torch.isfinite(norm)
+    optimizer.grad_scale = (norm / largest).clamp(min=1) if largest else torch.ones_like(norm)
+    optimizer.found_inf = (~fine).float()
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    return net.update_balance(fine).to(norm)
 
 
 def train_step(run, config):
     """One optimizer step of all ranks, taken or skipped; returns the row of the log and the number of tokens."""
     counts, step = run.counts, run.counts["step"]
     torch.manual_seed(((config.seed * 2**24 + step) * 2**12 + rank()) % 2**63)  # whatever was drawn before
-    micro_batches = together(lambda: [run.batches.next() for _ in range(config.grad_accum)])
-    loss, norm, tokens = gradients(run.net, micro_batches, run.device, run.layout)
-    row = {"step": step + 1, "loss": loss, "lr": learning_rate(step, config), "grad_norm": norm}
+    lr = learning_rate(step, config)
+    loss, norm, tokens = gradients(run.net, run.batches.next(), run.device, run.layout)
+    balance = update(run.net, run.optimizer, loss, norm, lr, config.grad_clip)
+    run.optimizer.zero_grad()
+    if run.device.type == "cuda" and step + 1 < config.steps:
+        run.batches.read()
+    loss, norm, balance = torch.stack([loss, norm, balance]).tolist()  # waits for the GPU
+    row = {"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm, "balance": balance}
     if math.isfinite(loss) and math.isfinite(norm):
-        if config.grad_clip:
-            clip(run.net, norm, config.grad_clip)
-        for group in run.optimizer.param_groups:
-            group["lr"] = row["lr"]
-        run.optimizer.step()
-        row["balance"] = float(run.net.update_balance())  # of the experts: largest / mean load
         counts["bad_in_a_row"] = 0
     else:
-        row["balance"] = float(run.net.update_balance(move=False))
         row["skipped"] = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
         counts["bad_in_a_row"] += 1
         counts["skipped"] += 1
         say(f"step {step + 1} skipped: {row['skipped']}; {counts['bad_in_a_row']} in a row, {counts['skipped']} in all")
-    run.optimizer.zero_grad()
     counts["step"] += 1
     return row, tokens
 
@@ -953,13 +979,35 @@ def catch_signals():
 # ---- the run ----
 
 
+class Ahead:
+    """The micro-batches of each step; the next ones are read while a GPU computes."""
+
+    def __init__(self, batches, per_step):
+        self.batches, self.per_step, self.ready = batches, per_step, None
+        self.identity, self.load_state_dict = batches.identity, batches.load_state_dict
+
+    def read(self):
+        if self.ready is None:
+            self.state = self.batches.state_dict()
+            self.ready = together(lambda: [self.batches.next() for _ in range(self.per_step)])
+
+    def next(self):
+        self.read()
+        ready, self.ready = self.ready, None
+        return ready
+
+    def state_dict(self):
+        """Where the batches begin that `next` will give."""
+        return self.batches.state_dict() if self.ready is None else self.state
+
+
 class Run(typing.NamedTuple):
     device: torch.device
     net: Model
     layout: Layout | None  # None: one process
     optimizer: torch.optim.Optimizer
     encoding: typing.Any  # tiktoken.Encoding
-    batches: typing.Any  # of data.open_data
+    batches: Ahead
     val_batches: list
     counts: dict  # step: steps done; skipped: how many of them; bad_in_a_row: how many just now
     origin: dict  # what the run began with, in JSON: config, model, tokenizer, end_of_text
@@ -1054,6 +1102,7 @@ def open_data(config, encoding, resume):
     """(training batches, set to where `resume` was saved; list of validation batches)."""
     batches, val_batches = data.open_data(config.data, encoding, config.seed, config.seq_len, config.batch_size,
                                           config.eval_steps * config.batch_size, rank(), world_size())
+    batches = Ahead(batches, config.grad_accum)
     if resume:
         batches.load_state_dict(read_notes(resume)["data"])
     return batches, val_batches
