@@ -739,8 +739,8 @@ def kept_between(forward, x, p, weights):
 
 # What one rank does of models whose experts are spread over many: (ranks, sequences of a micro-batch, what is cut). Cut are
 # layers, and of V3's and V2's vocabulary all but the share of one of eight ranks.
-SLICES = {"v3": (32, 1, dict(n_layers=6, n_dense=0, vocab_size=129280 // 8)),
-          "v2": (8, 1, dict(n_layers=6, n_dense=0, vocab_size=102400 // 8)), "v2-lite": (4, 4, {})}
+SLICES = {"v3": (32, 2, dict(n_layers=6, n_dense=0, vocab_size=129280 // 8)),
+          "v2": (8, 2, dict(n_layers=6, n_dense=0, vocab_size=102400 // 8)), "v2-lite": (4, 4, {})}
 SEQ_LEN = 4096
 SCOPES = "none;norm;norm,mla_up;attn,norm,mlp;attn,norm,moe"
 TRAIN_COLUMNS = ("shape", "layers", "precision", "recompute", "in_flight", "tokens", "layers_tokens_per_s", "tokens_per_s",
@@ -1255,7 +1255,7 @@ def main(words):
                 command.add_argument("--in_flight", type=int, default=1, help="micro-batches forward before one backward [1]")
                 command.add_argument("--layers", type=int, default=0, help="layers; 0: 6 of V3 and V2, all of V2-Lite [0]")
                 command.add_argument("--memory_gb", type=float, default=0, help="use no more of the GPU, 80 for an H100 [all]")
-                command.add_argument("--rounds", type=int, default=4, help="turns of each precision [4]")
+                command.add_argument("--rounds", type=int, default=6, help="turns of each precision [6]")
         else:
             command.add_argument("out_dir", type=Path, nargs="+", help="folder of a run of train.py")
             command.add_argument("--out", type=Path, default=Path("curves.png"), help="the PNG to write [curves.png]")
