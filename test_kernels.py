@@ -1037,7 +1037,8 @@ def compile_all():
             assert computes or not re.search(r"\.ftz|ex2|fma\.rn\.f32", ptx), "bits that depend on the compiler's mood"
             if launch[0].fn.__name__ == "_gemm":
                 assert re.search(r"wgmma\.mma_async\S*e4m3\.e4m3", ptx) and "cp.async.bulk.tensor" in ptx
-            if isinstance(args[0], torch.Tensor) and args[0].dtype == torch.bfloat16 and name != "quantize_fp8_blocks":
+            reads = name not in ("quantize_fp8_blocks", "clear_empty_experts")  # a tile at once; nothing but bounds
+            if isinstance(args[0], torch.Tensor) and args[0].dtype == torch.bfloat16 and reads:
                 assert re.search(r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global", ptx), "no 16-byte loads"
 
 
