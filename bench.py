@@ -396,13 +396,14 @@ def draw_train(figure, rows):
     panels = figure.subplots(2, len(shapes), squeeze=False, height_ratios=(1.1, 1), width_ratios=widths)
     for (shape, here), upper, lower in zip(shapes.items(), *panels):
         ran = [row for row in here if row["layers_tokens_per_s"]]
+        named = {row["recompute"]: row for row in reversed(ran)}  # a scope's name stands at its first precision that fits
         for name in values(ran, "precision"):
             points = [row for row in ran if row["precision"] == name]
             x, y = [row["kept_bytes"] / 1e3 for row in points], [row["layers_tokens_per_s"] / 1e3 for row in points]
             half = [speed * (row["layers_half_width"] or 0) / (row["layers_times_fp8"] or 1) for row, speed in zip(points, y)]
             upper.errorbar(x, y, half, color=COLOURS[name], marker="o", ms=5, lw=1.3, elinewidth=0.9, capsize=2, label=name)
             for row, *at in zip(points, x, y):
-                if name == "bf16":
+                if row is named[row["recompute"]]:
                     upper.annotate(row["recompute"], at, (3, -6), textcoords="offset points", ha="left", va="top", fontsize=8)
         upper.set(title=f"{shape_title(shape)}, {here[0]['layers']:.0f} layers", xlabel="kept, KB a token and layer", ylim=0)
         upper.set_xlim(0, 1.15 * upper.get_xlim()[1])
@@ -429,9 +430,9 @@ def draw_kept(panel, shape, rows):
         drawn = panel.bar(at, heights, 0.88, bottom, color=colour, label=part)
         bottom = [h + b for h, b in zip(heights, bottom)]
     panel.bar_label(drawn, [f"{total:.0f}" for total in bottom], padding=1, fontsize=8)
-    speed = lambda row: "no fit" if not row["tokens_per_s"] else f"{row['layers_times_bf16'] or math.nan:.2f}x"
+    times = lambda row: f"{row['layers_times_bf16']:.2f}x" if row["layers_times_bf16"] else "fits" if row["tokens_per_s"] else "no fit"
     panel.set(title=f"{shape_title(shape)}, one of {ranks} ranks", xlabel="recomputed in backward", xticks=at,
-              xticklabels=[f"{row['precision']}\n{speed(row)}" for row in rows])
+              xticklabels=[f"{row['precision']}\n{times(row)}" for row in rows])
     panel.tick_params(axis="x", labelsize=7.5, length=0)
     panel.grid(axis="x", visible=False)
     panel.xaxis.labelpad = 20
