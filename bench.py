@@ -388,12 +388,17 @@ def draw_layer(figure, rows):
 
 
 def draw_train(figure, rows):
-    """A column a shape. Above: speed of a slice's layers against what they keep, a line a precision, a point a scope.
-    Below: which tensors a MoE layer keeps, by formula, and the speed over bf16 in the same scope."""
+    """Two panels a shape. Above: speed of a slice's layers against what they keep, a line a precision, a point a scope.
+    Below: which tensors a MoE layer keeps, by formula, and the speed over bf16 in the same scope. Shapes stand side by side while
+    their bars have room."""
     shapes = {shape: [row for row in rows if row["shape"] == shape] for shape in values(rows, "shape")}
-    figure.set_size_inches(10, 8)
-    widths = [3 + len(here) for here in shapes.values()]
-    panels = figure.subplots(2, len(shapes), squeeze=False, height_ratios=(1.1, 1), width_ratios=widths)
+    if len(rows) <= 24:
+        figure.set_size_inches(10, 8)
+        widths = [3 + len(here) for here in shapes.values()]
+        panels = figure.subplots(2, len(shapes), squeeze=False, height_ratios=(1.1, 1), width_ratios=widths)
+    else:
+        figure.set_size_inches(10, 6.5 * len(shapes))
+        panels = figure.subplots(2 * len(shapes)).reshape(-1, 2).T
     for (shape, here), upper, lower in zip(shapes.items(), *panels):
         ran = [row for row in here if row["layers_tokens_per_s"]]
         named = {row["recompute"]: row for row in reversed(ran)}  # a scope's name stands at its first precision that fits
@@ -407,11 +412,10 @@ def draw_train(figure, rows):
                     upper.annotate(row["recompute"], at, (3, -6), textcoords="offset points", ha="left", va="top", fontsize=8)
         upper.set(title=f"{shape_title(shape)}, {here[0]['layers']:.0f} layers", xlabel="kept, KB a token and layer", ylim=0)
         upper.set_xlim(0, 1.15 * upper.get_xlim()[1])
+        upper.set_ylabel("thousand tokens/s through the layers")
         draw_kept(lower, shape, here)
-    panels[0][0].set(ylabel="thousand tokens/s through the layers")
-    panels[0][0].legend(loc="lower left")
-    panels[1][0].set(ylabel="kept by a MoE layer, KB a token")
-    figure.legend(*panels[1][0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
+    panels[0, 0].legend(loc="lower left")
+    figure.legend(*panels[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
     return ("bench.py train: one rank's part, layers forward and backward; factors: speed over bf16; "
             "error bars: 95 % interval of the speed over fp8")
 
@@ -430,8 +434,10 @@ def draw_kept(panel, shape, rows):
         drawn = panel.bar(at, heights, 0.88, bottom, color=colour, label=part)
         bottom = [h + b for h, b in zip(heights, bottom)]
     panel.bar_label(drawn, [f"{total:.0f}" for total in bottom], padding=1, fontsize=8)
-    times = lambda row: f"{row['layers_times_bf16']:.2f}x" if row["layers_times_bf16"] else "fits" if row["tokens_per_s"] else "no fit"
-    panel.set(title=f"{shape_title(shape)}, one of {ranks} ranks", xlabel="recomputed in backward", xticks=at,
+    fits = lambda row: "fits" if row["tokens_per_s"] else "no fit"
+    times = lambda row: f"{row['layers_times_bf16']:.2f}x" if row["layers_times_bf16"] else fits(row)
+    panel.set(title=f"{shape_title(shape)}, one of {ranks} ranks", xlabel="recomputed in backward",
+              ylabel="kept by a MoE layer, KB a token", xticks=at,
               xticklabels=[f"{row['precision']}\n{times(row)}" for row in rows])
     panel.tick_params(axis="x", labelsize=7.5, length=0)
     panel.grid(axis="x", visible=False)
