@@ -1,7 +1,8 @@
 """Measures what this project claims. One subcommand a claim, each with --help.
 
     python bench.py loss --precisions=bf16,fp8,mxfp4 --seeds=0,1 --steps=200    any flag of train.py may follow
-    python bench.py plot out/a out/b --out=curves.png
+    python bench.py plot out/a out/b --out=curves.png                           runs' losses in one picture
+    python bench.py plot results/h200/kernels.csv results/h200/train.csv        a picture beside each table
     python bench.py kernels --shapes=v3,v2,v2-lite                              needs a Hopper GPU
     python bench.py gemm                                                        needs a Hopper GPU
     python bench.py layer --shapes=v3,v2,v2-lite                                needs a Hopper GPU
@@ -31,6 +32,7 @@ import csv
 import dataclasses
 import functools
 import gc
+import io
 import itertools
 import json
 import math
@@ -59,6 +61,9 @@ from quant import RECIPES
 COLUMNS = ("precision", "seed", "steps", "val_loss", "val_loss_quantized", "seconds", "device", "torch", "triton",
            "commit", "date")
 COLOURS = {"bf16": "#333333", "fp8": "#0072b2", "mxfp4": "#d55e00"}
+MORE_COLOURS = ("#999999", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#f0e442")  # with those above, Okabe and Ito's
+RULES = {"font.size": 9, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+         "grid.alpha": 0.3, "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8}
 DASHES = ("-", "--", ":", "-.")  # by seed
 SMOOTHING = 0.05  # of a run: the window of the running mean of training losses
 
@@ -188,10 +193,19 @@ def summary(rows):
 
 
 def plot(args, flags):
-    """Draws the training and validation losses of runs, given by their out_dir, into one PNG."""
+    """Draws tables into a PNG beside each, and the losses of runs, given by their out_dir, into one PNG.
+
+    A table is a csv that kernels, gemm, layer, train or comm wrote; which of them is read off its columns."""
     if flags:
         raise ValueError(f"bench.py plot has no flag {flags[0]}: see bench.py plot --help.")
-    plot_runs(args.out_dir, args.out)
+    tables = [path for path in args.given if path.suffix == ".csv"]
+    runs = [path for path in args.given if path.suffix != ".csv"]
+    if args.out and len(tables) + bool(runs) > 1:
+        raise ValueError("bench.py plot --out names one picture; without it each table has its own, beside it.")
+    for path in tables:
+        plot_table(path, args.out or path.with_suffix(".png"))
+    if runs:
+        plot_runs(runs, args.out or Path("curves.png"))
 
 
 def plot_runs(folders, path):
@@ -200,8 +214,7 @@ def plot_runs(folders, path):
     runs = [(str(folder), *read_run(folder)) for folder in folders]
     curves = {name: running_mean(rows) for name, _, rows in runs}
     reference = {config["seed"]: curves[name] for name, config, _ in runs if config["precision"] == "bf16"}
-    rules = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
-    with plt.rc_context(rules):
+    with plt.rc_context(RULES):
         figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
         for name, config, rows in runs:
             same = [c for _, c, _ in runs if (c["precision"], c["seed"]) == (config["precision"], config["seed"])]
@@ -219,7 +232,7 @@ def plot_runs(folders, path):
         titles = ("training loss, running mean", "validation loss, quantisation off", "training loss against bf16")
         for panel, title, unit in zip(panels, titles, ("nats a token", "nats a token", "%")):
             panel.set(title=title, xlabel="optimizer step", ylabel=unit)
-        panels[0].legend(frameon=False)
+        panels[0].legend()
         figure.savefig(path, dpi=160)
         plt.close(figure)
     print(f"wrote {path}")
@@ -242,6 +255,218 @@ def running_mean(rows):
     window = max(1, round(SMOOTHING * len(rows)))
     means = (statistics.fmean(row["loss"] for row in rows[max(0, i + 1 - window) : i + 1]) for i in range(len(rows)))
     return dict(zip((row["step"] for row in rows), means))
+
+
+def plot_table(path, out):
+    """One PNG of one table. ValueError: its columns are those of none."""
+    kinds = {draw_kernels: KERNEL_COLUMNS, draw_gemm: GEMM_COLUMNS, draw_layer: LAYER_COLUMNS, draw_train: TRAIN_COLUMNS,
+             draw_comm: COMM_COLUMNS}
+    with path.open(newline="") as file:
+        table = csv.DictReader(file)
+        rows = [{name: cell if name in COLUMNS[-5:] else number(cell) for name, cell in row.items()} for row in table]
+        draw = next((draw for draw, columns in kinds.items() if set(columns) <= set(table.fieldnames or ())), None)
+    if not draw or not rows:
+        raise ValueError(f"{path} is no table of bench.py kernels, gemm, layer, train or comm{' with rows' * bool(draw)}.")
+    plt = pyplot()
+    from PIL import Image  # matplotlib needs it too
+
+    with plt.rc_context(RULES):
+        figure = plt.figure(layout="constrained")
+        title = draw(figure, rows)
+        each = lambda name: ", ".join(dict.fromkeys(row[name] for row in rows))
+        figure.suptitle(f"{title}\n{each('device')}, torch {each('torch')}, triton {each('triton')}, commit {each('commit')}",
+                        fontsize=10)
+        figure.savefig(buffer := io.BytesIO(), dpi=150)
+        plt.close(figure)
+    Image.open(buffer).convert("RGB").quantize(128).save(out, "PNG", optimize=True)  # a third of the bytes
+    print(f"wrote {out}")
+
+
+def number(cell):
+    """A table's cell: a number, text, or None where it is empty."""
+    try:
+        return float(cell)
+    except (TypeError, ValueError):
+        return cell or None
+
+
+def shape_title(name):
+    return name.replace("v", "V").replace("lite", "Lite").replace("-all", ", every token on every expert")
+
+
+def values(rows, *names):
+    """The different values of one column of a table in their order, or tuples of those of several."""
+    return list(dict.fromkeys(row[names[0]] if len(names) == 1 else tuple(row[name] for name in names) for row in rows))
+
+
+def draw_kernels(figure, rows):
+    """Left: the share of a copy's speed, a bar for the first shape, marks for others. Right: how many times as long the pair of
+    kernels takes that a fused one replaces, and another chain of a layer's kernels."""
+    rows = [row for row in rows if row["groups"] == "balanced"]
+    lines = values(rows, "kernel", "pair")
+    figure.set_size_inches(10, 1.5 + 0.19 * len(lines))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    for shape, mark in zip(values(rows, "shape"), (None, "d", "o", "s")):
+        here = [row for row in rows if row["shape"] == shape]
+        for panel, column in ((left, "percent_of_copy"), (right, "times_pair")):
+            points = [(lines.index((row["kernel"], row["pair"])), row[column]) for row in here if row[column] is not None]
+            if mark is None:
+                panel.barh(*zip(*points), color=MORE_COLOURS[2], label=shape_title(shape))
+                for y, value in points:
+                    panel.annotate(f"{value:.0f}" if panel is left else f"{value:.2f}x", (0, y), (3, 0), va="center", fontsize=8,
+                                   textcoords="offset points")
+            else:
+                panel.plot(*zip(*[point[::-1] for point in points]), mark, ms=4.5, label=shape_title(shape),
+                           color=COLOURS["mxfp4" if mark == "o" else "bf16"])
+    left.set(title="speed of conversions and data movement", xlabel="% of a copy's bytes a second", ylim=(len(lines) - 0.4, -0.6),
+             yticks=range(len(lines)), yticklabels=[kernel for kernel, _ in lines])
+    right.set(title="the other way's time over ours", xlabel="times ours")
+    names = right.secondary_yaxis("right")
+    names.set_yticks(range(len(lines)), [pair or "" for _, pair in lines], fontsize=8)
+    names.tick_params(length=0)
+    names.spines[:].set_visible(False)
+    for panel, one in ((left, 100), (right, 1)):
+        panel.axvline(one, color="k", lw=0.8)
+        panel.tick_params(axis="y", length=0)
+    left.legend(loc="lower left", reverse=True)
+    return f"bench.py kernels: balanced groups; a copy moves {rows[0]['copy_tb_per_s']:.2f} TB/s"
+
+
+def draw_gemm(figure, rows):
+    """A panel a shape: TFLOP/s of our GEMMs and of BF16 grouped_mm as bars, what else was measured as marks."""
+    rows = [row for row in rows if row["groups"] == "balanced"]
+    shapes, gemms = values(rows, "shape"), values(rows, "gemm")
+    figure.set_size_inches(10, 1.9 + 0.28 * len(gemms))
+    panels = figure.subplots(1, len(shapes), sharey=True, sharex=True, squeeze=False)[0]
+    marks = {"scaled_mm, one scale a tensor (the roof)": (None, "|", 11), "loop of F.scaled_mm": ("times_scaled_mm_loop", "o", 4),
+             "DeepGEMM": ("times_deep_gemm", "d", 4)}
+    for panel, shape in zip(panels, shapes):
+        here = [row for row in rows if row["shape"] == shape]
+        at = [gemms.index(row["gemm"]) for row in here]
+        panel.barh([y - 0.2 for y in at], [row["tflops"] for row in here], 0.44, color=MORE_COLOURS[2], label="ours, FP8")
+        for row, y in zip(here, at):
+            panel.text(40, y - 0.2, f"{row['tflops']:.0f}", va="center_baseline", fontsize=8)
+        panel.barh([y + 0.2 for y in at], [row["tflops"] / row["times_bf16_grouped"] for row in here], 0.3,
+                   color=MORE_COLOURS[0], label="F.grouped_mm, BF16")
+        for label, (column, mark, size) in marks.items():
+            points = [(row["tflops"] / row[column] if column else row["roof_tflops"], y - 0.2) for row, y in zip(here, at)
+                      if not column or row[column]]
+            if points:
+                panel.plot(*zip(*points), mark, ms=size, mew=1.5, color=COLOURS["bf16" if size > 9 else "mxfp4"], label=label)
+        panel.set(title=f"{shape_title(shape)}: {here[0]['E']:.0f} x {here[0]['M'] / here[0]['E']:.0f} rows", xlabel="TFLOP/s")
+    panels[0].set(yticks=range(len(gemms)), yticklabels=gemms, ylim=(len(gemms) - 0.4, -0.6))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return "bench.py gemm: GEMMs of expert layers, balanced groups"
+
+
+def draw_layer(figure, rows):
+    """Above: ms of forward and of backward, with the speed over plain PyTorch. Below: bytes kept a token-expert pair."""
+    rows = [row for row in rows if row["groups"] == "balanced"]
+    shapes, layers = values(rows, "shape"), values(rows, "layer")
+    names = {"grouped_mm": "plain PyTorch, BF16 F.grouped_mm", "bf16": "our bf16"}
+    colours = {"grouped_mm": MORE_COLOURS[0], "mxfp4, h in fp4": MORE_COLOURS[1]} | COLOURS
+    figure.set_size_inches(10, 6)
+    upper, lower = figure.subplots(2, 1, height_ratios=(3, 2), sharex=True)
+    width = 0.85 / len(layers)
+    for i, name in enumerate(layers):
+        here = [row for row in rows if row["layer"] == name]
+        at = [shapes.index(row["shape"]) + (i - (len(layers) - 1) / 2) * width for row in here]
+        forward, both = ([row[column] / 1e3 for row in here] for column in ("forward_us", "us"))
+        style = {"width": 0.92 * width, "color": colours[name]}
+        upper.bar(at, forward, **style, label=names.get(name, name))
+        bars = upper.bar(at, [b - f for b, f in zip(both, forward)], bottom=forward, alpha=0.6, **style)
+        upper.bar_label(bars, [f"{row['times_grouped_mm']:.2f}x" for row in here], padding=1, fontsize=8)
+        bars = lower.bar(at, [row["kept_bytes_a_row"] / 1e3 for row in here], **style)
+        lower.bar_label(bars, fmt="%.1f", padding=1, fontsize=8)
+    upper.set(title="forward (dark) and backward (light); on the bars, plain PyTorch's time over this one's", ylabel="ms")
+    lower.set(title="kept between forward and backward", ylabel="KB a token-expert pair", xticks=range(len(shapes)),
+              xticklabels=[shape_title(shape) for shape in shapes])
+    for panel in (upper, lower):
+        panel.grid(axis="x", visible=False)
+    figure.legend(*upper.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return "bench.py layer: a layer's experts, balanced groups, BF16 weight gradients"
+
+
+def draw_train(figure, rows):
+    """Two panels a shape. Above: speed of a slice's layers against what they keep, a line a precision, a point a scope.
+    Below: which tensors a MoE layer keeps, by formula, and the speed over bf16 in the same scope. Shapes stand side by side while
+    their bars have room."""
+    shapes = {shape: [row for row in rows if row["shape"] == shape] for shape in values(rows, "shape")}
+    if len(rows) <= 24:
+        figure.set_size_inches(10, 8)
+        widths = [3 + len(here) for here in shapes.values()]
+        panels = figure.subplots(2, len(shapes), squeeze=False, height_ratios=(1.1, 1), width_ratios=widths)
+    else:
+        figure.set_size_inches(10, 6.5 * len(shapes))
+        panels = figure.subplots(2 * len(shapes)).reshape(-1, 2).T
+    for (shape, here), upper, lower in zip(shapes.items(), *panels):
+        ran = [row for row in here if row["layers_tokens_per_s"]]
+        named = {row["recompute"]: row for row in reversed(ran)}  # a scope's name stands at its first precision that fits
+        for name in values(ran, "precision"):
+            points = [row for row in ran if row["precision"] == name]
+            x, y = [row["kept_bytes"] / 1e3 for row in points], [row["layers_tokens_per_s"] / 1e3 for row in points]
+            half = [speed * (row["layers_half_width"] or 0) / (row["layers_times_fp8"] or 1) for row, speed in zip(points, y)]
+            upper.errorbar(x, y, half, color=COLOURS[name], marker="o", ms=5, lw=1.3, elinewidth=0.9, capsize=2, label=name)
+            for row, *at in zip(points, x, y):
+                if row is named[row["recompute"]]:
+                    upper.annotate(row["recompute"], at, (3, -6), textcoords="offset points", ha="left", va="top", fontsize=8)
+        upper.set(title=f"{shape_title(shape)}, {here[0]['layers']:.0f} layers", xlabel="kept, KB a token and layer", ylim=0)
+        upper.set_xlim(0, 1.15 * upper.get_xlim()[1])
+        upper.set_ylabel("thousand tokens/s through the layers")
+        draw_kept(lower, shape, here)
+    panels[0, 0].legend(loc="lower left")
+    figure.legend(*panels[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
+    return ("bench.py train: one rank's part, layers forward and backward; factors: speed over bf16; "
+            "error bars: 95 % interval of the speed over fp8")
+
+
+def draw_kept(panel, shape, rows):
+    """Stacked bars of model.kept_bytes of a MoE layer, by precision and recompute scope."""
+    ranks, _, cut = SLICES[shape]
+    config, scopes = dataclasses.replace(PRESETS[shape], **cut), values(rows, "recompute")
+    kept = [model.kept_bytes(config, RECIPES[row["precision"]], frozenset(row["recompute"].split(",")) - {"none"}, ranks)
+            for row in rows]
+    at, bottom = [i + 0.8 * scopes.index(row["recompute"]) for i, row in enumerate(rows)], [0.0] * len(rows)
+    parts = ("residual", "attention output", "q, k, v", "normed input", "received", "h", "rest")
+    for part, colour in zip(parts, (*MORE_COLOURS, COLOURS["bf16"])):  # a part is all tensors whose names begin so
+        heights = [sum(size for name, size in t.items() if part == "rest" or name.startswith(part)) / 1e3 for t in kept]
+        heights = [h - b * (part == "rest") for h, b in zip(heights, bottom)]
+        drawn = panel.bar(at, heights, 0.88, bottom, color=colour, label=part)
+        bottom = [h + b for h, b in zip(heights, bottom)]
+    panel.bar_label(drawn, [f"{total:.0f}" for total in bottom], padding=1, fontsize=8)
+    fits = lambda row: "fits" if row["tokens_per_s"] else "no fit"
+    times = lambda row: f"{row['layers_times_bf16']:.2f}x" if row["layers_times_bf16"] else fits(row)
+    panel.set(title=f"{shape_title(shape)}, one of {ranks} ranks", xlabel="recomputed in backward",
+              ylabel="kept by a MoE layer, KB a token", xticks=at,
+              xticklabels=[f"{row['precision']}\n{times(row)}" for row in rows])
+    panel.tick_params(axis="x", labelsize=7.5, length=0)
+    panel.grid(axis="x", visible=False)
+    panel.xaxis.labelpad = 20
+    for scope in scopes:
+        middle = statistics.fmean(x for x, row in zip(at, rows) if row["recompute"] == scope)
+        panel.annotate(scope, (middle, 0), (0, -28), xycoords=("data", "axes fraction"), textcoords="offset points", ha="center",
+                       va="top", fontsize=8.5)
+
+
+def draw_comm(figure, rows):
+    """A panel a shape: ms of a layer's four exchanges on top of one another, by wire; each token sent once, and once a pair."""
+    rows = [row for row in rows if row["exchange"] != "sum"]
+    shapes, bars, exchanges = values(rows, "shape"), values(rows, "sent", "wire"), values(rows, "exchange")
+    figure.set_size_inches(10, 1.8 + 0.28 * len(bars))
+    panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
+    for panel, shape in zip(panels, shapes):
+        left = [0.0] * len(bars)
+        for exchange, colour in zip(exchanges, MORE_COLOURS[1:]):
+            ms = {(row["sent"], row["wire"]): row["ms"] for row in rows if (row["shape"], row["exchange"]) == (shape, exchange)}
+            lengths = [ms.get(bar, 0.0) for bar in bars]
+            drawn = panel.barh(range(len(bars)), lengths, 0.8, left, color=colour, label=exchange)
+            left = [a + b for a, b in zip(left, lengths)]
+        panel.bar_label(drawn, [f"{total:.3g}" for total in left], padding=2, fontsize=8)
+        panel.margins(x=0.12)
+        panel.set(title=f"{shape_title(shape)}, {rows[0]['ranks']:.0f} ranks", xlabel="ms, the slowest rank's")
+    panels[0].set(yticks=range(len(bars)), yticklabels=[f"{wire}, {sent}" for sent, wire in bars], ylim=(len(bars) - 0.5, -0.5))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return "bench.py comm: the exchanges of an expert layer, tokens sent once a rank or once a pair"
 
 
 # ---- kernels ----
@@ -1257,8 +1482,8 @@ def main(words):
                 command.add_argument("--memory_gb", type=float, default=0, help="use no more of the GPU, 80 for an H100 [all]")
                 command.add_argument("--rounds", type=int, default=6, help="turns of each precision [6]")
         else:
-            command.add_argument("out_dir", type=Path, nargs="+", help="folder of a run of train.py")
-            command.add_argument("--out", type=Path, default=Path("curves.png"), help="the PNG to write [curves.png]")
+            command.add_argument("given", type=Path, nargs="+", help="a table (csv), or the folder of a run of train.py")
+            command.add_argument("--out", type=Path, help="the PNG to write [beside the table; of runs curves.png]")
     args, flags = parser.parse_known_args(words)
     args.work(args, flags)
 

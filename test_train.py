@@ -1190,6 +1190,47 @@ def test_plot_names_the_extra_it_needs(monkeypatch, tmp_path):
         bench.plot_runs([], tmp_path / "x.png")
 
 
+@pytest.mark.parametrize("name", ("kernels", "gemm", "layer", "train"))
+def test_a_table_has_its_picture(name, tmp_path):
+    """Whole tables as committed, and those of one shape; rows of what did not fit are empty."""
+    pytest.importorskip("matplotlib")
+    lines = (Path(bench.__file__).parent / f"results/h200/{name}.csv").read_text().splitlines()
+    some = [line for line in lines if line.startswith(("shape", "v2-lite"))]
+    if name == "train":
+        cells = some[1].split(",")
+        cells[6:23] = [""] * 17
+        some.append(",".join(cells))
+    paths = [tmp_path / "whole.csv", tmp_path / "some.csv"]
+    for path, table in zip(paths, (lines, some)):
+        path.write_text("\n".join(table))
+    bench.main(["plot", *map(str, paths)])
+    pictures = [path.with_suffix(".png").read_bytes() for path in paths]
+    assert all(picture.startswith(b"\x89PNG") and 10_000 < len(picture) < 200_000 for picture in pictures)
+    assert pictures[0] != pictures[1]
+
+
+def test_exchanges_have_their_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    where = "NVIDIA H200,2.11.0,3.6.0,12345e6789,2026-01-01"  # a commit that reads as a number
+    lines = [f"v3,8,4096,{sent},9,{wire},{exchange},1.5,1,1,1,1,{where}" for sent in ("once", "pairs")
+             for wire in bench.WIRES for exchange in ("dispatch", "combine", "sum")]
+    (tmp_path / "comm.csv").write_text("\n".join([",".join(bench.COMM_COLUMNS), *lines]))
+    bench.main(["plot", str(tmp_path / "comm.csv"), f"--out={tmp_path / 'x.png'}"])
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_refuses_other_tables(tmp_path):
+    table, empty = tmp_path / "t.csv", tmp_path / "empty.csv"
+    table.write_text("a,b\n1,2\n")
+    empty.write_text(",".join(bench.GEMM_COLUMNS))
+    refused = {(table,): "is no table", (empty,): "with rows", (tmp_path / "none.csv",): "No such file",
+               (table, table, "--out=x.png"): "one picture"}
+    for words, message in refused.items():
+        with pytest.raises((ValueError, OSError), match=message):
+            bench.main(["plot", *map(str, words)])
+    assert list(tmp_path.glob("*.png")) == []
+
+
 def test_resume_takes_the_settings_of_its_run(micro):
     """What flags do not say comes from the run, its model with it; what they say counts."""
     config = micro(steps=2, lr=1e-4, batch_size=3)
