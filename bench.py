@@ -981,13 +981,16 @@ def train(args, flags):
     A slice does what one expert-parallel rank does, with that rank's experts: as many tokens arrive as would from all ranks (they
     are copies of its own), a fixed plan sends each expert as many, and the partial sums of all ranks are added up at home. Only
     the network is missing. A step is --in_flight forwards, as many backwards, clipping, AdamW with BF16 moments, the balance
-    update and quantising the weights. The precisions take turns; ratios are means over the turns, with half of their 95 % interval.
-    Bytes kept are a token's and a layer's. One row a precision and scope in --out, results/<card>/train.csv if not given.
+    update and quantising the weights. The precisions take turns; ratios are means over the turns, with half of their 95 %
+    interval. Bytes kept are a token's and a layer's. One row a precision and scope in --out, results/<card>/train.csv if not
+    given.
     """
     names = shape_names(args, flags, SLICES)
     for scope in args.recompute.split(";"):
         if unknown := set(scope.split(",")) - {"none", *model.RECOMPUTE_SCOPES}:
             raise ValueError(f"--recompute: there is no {min(unknown)}; scopes are lists like {SCOPES}.")
+    if min(args.in_flight, args.rounds) < 1:
+        raise ValueError(f"--in_flight={args.in_flight} --rounds={args.rounds}: both are at least 1.")
     with results_file(args.out, "train", TRAIN_COLUMNS) as (where, write):
         if args.memory_gb:
             torch.cuda.set_per_process_memory_fraction(min(args.memory_gb * 1e9 / torch.cuda.mem_get_info()[1], 1.0))
@@ -1049,8 +1052,8 @@ class Slice:
 
     def update(self):
         """What follows on the gradients of a step."""
-        norm = trainer.square_sum(self.net, None).sqrt().float()
-        trainer.update(self.net, self.optimizer, norm, norm, 1e-6, 1.0)
+        self.norm = trainer.square_sum(self.net, None).sqrt().float()
+        trainer.update(self.net, self.optimizer, self.norm, self.norm, 1e-6, 1.0)
 
     def step(self):
         losses = [self.net(*batch, self.tokens * len(self.micro_batches))[1] for batch in self.micro_batches]
@@ -1188,6 +1191,8 @@ def slice_rows(part, scope, rounds):
                 kept[name] = part.kept()
                 torch.cuda.reset_peak_memory_stats()
                 ms = {what: gpu_ms(work) for what, work in works.items()}
+                if not torch.isfinite(part.norm):  # then AdamW did nothing
+                    raise FloatingPointError(f"the gradients of {scope} in {name} are not finite")
                 peak[name] = torch.cuda.max_memory_allocated() / 2**30
                 for p in net.parameters():
                     p.grad = torch.zeros_like(p)
@@ -1259,19 +1264,19 @@ def comm(args, flags):
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if gpu else "gloo")
-    first = dist.get_rank() == 0
-    try:
-        table = results_file(args.out, "comm", COMM_COLUMNS, True) if first else contextlib.nullcontext((None, None))
-        with table as (where, write):
+    first = os.environ["RANK"] == "0"
+    table = results_file(args.out, "comm", COMM_COLUMNS, True) if first else contextlib.nullcontext((None, None))
+    with table as (where, write):  # opened before ranks join: where that fails, nobody else has anything to say
+        dist.init_process_group("nccl" if gpu else "gloo")
+        try:
             for name, sent in itertools.product(names, ("once", "pairs")):
                 for row in comm_rows(name, sent):
                     if first:
                         print(f"{name:8}{row['sent']:6}{row['wire']:8}{row['exchange']:20}{row['ms']:9.3f} ms"
                               f"{row['mb']:9.1f} MB {row['gb_per_s']:7.1f} GB/s  {row['times_bf16']:.2f}x bf16", flush=True)
                         write(row | where)
-    finally:
-        dist.destroy_process_group()
+        finally:
+            dist.destroy_process_group()
 
 
 def comm_rows(name, sent):

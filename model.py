@@ -866,8 +866,8 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, copy: Callable[[nn.Parameter, Tensor], object] = torch.Tensor.copy_):
-        """Normal matrices, norms of ones, buffers of zeros. Each parameter is drawn whole, one at a time, so that weights are those
-        of one process; copy(parameter, values) then writes what this rank holds of it: of experts its own."""
+        """Normal matrices, norms of ones, buffers of zeros. Each parameter is drawn whole, one at a time, so that weights
+        are those of one process; copy(parameter, values) then writes what this rank holds of it: of experts its own."""
         for parameter in self.parameters():
             mine = slice(None) if parameter.dim() < 3 else slice(_held(self).start, _held(self).stop)
             shape = parameter.shape if parameter.dim() < 3 else (self.config.n_experts, *parameter.shape[1:])

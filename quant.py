@@ -56,7 +56,7 @@ if torch.cuda.is_available():
     try:
         import kernels
     except ImportError:
-        kernels = None  # no Triton on this machine: what is not quantised works all the same
+        kernels = None  # no Triton on this machine: nothing but plain linears works on its GPU
 
 TILE = 128   # FP8: elements a scale, along a row or each side of a block
 BLOCK = 32   # MXFP4: elements a scale, a multiple of 8 that divides TILE; kernels.MX is the same number
@@ -810,8 +810,8 @@ class _RouterLinear(torch.autograd.Function):
         return dx, _mm_of_parts(x.t(), torch.cat(parts, 1).t()).t(), None
 
 
-# The router multiplies in float32. Tensor cores multiply BF16 exactly and add in float32, and three BF16 hold a float32; x is BF16
-# as it is. So three BF16 GEMMs in one do it, ten times as fast as float32 units.
+# The router multiplies in float32. Tensor cores multiply BF16 exactly and add in float32, and three BF16 hold a float32; x is
+# BF16 as it is. So three BF16 GEMMs in one do it, ten times as fast as float32 units.
 
 def _splits(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.float32

@@ -254,6 +254,55 @@ def test_a_folder_that_holds_a_run_is_not_reused(micro):
         train.main(micro(steps=9, resume=micro().out_dir + "-other/ckpt/4", out_dir=micro().out_dir + "-other"))
 
 
+# ---- batches read ahead, as on a GPU ----
+
+
+def read_ahead(monkeypatch, steps, fails_at=math.inf):
+    """As on a GPU: each step reads the next one's batches before it ends. Reading those of step `fails_at` fails."""
+    begun, real_next, real_update, real_batch = [], train.Ahead.next, train.update, data.Batches.next
+
+    def next_of_a_step(ahead):
+        begun.append(ahead)
+        return real_next(ahead)
+
+    def update(*args):
+        result = real_update(*args)
+        if len(begun) < steps:
+            begun[-1].read()
+        return result
+
+    def next_batch(batches):
+        if begun and batches.drawn >= (fails_at - 1) * begun[-1].per_step * batches.batch_size:
+            raise OSError("the disk is gone")
+        return real_batch(batches)
+
+    monkeypatch.setattr(train.Ahead, "next", next_of_a_step)
+    monkeypatch.setattr(train, "update", update)
+    monkeypatch.setattr(data.Batches, "next", next_batch)
+
+
+def test_reading_ahead_changes_nothing(micro, tmp_path, monkeypatch):
+    steps = dict(steps=6, save_every=2, grad_accum=2)
+    train.main(micro(**steps))
+    read_ahead(monkeypatch, 6)
+    train.main(micro(**steps, out_dir=str(tmp_path / "ahead")))
+    assert curve(micro().out_dir, "step", "loss") == curve(tmp_path / "ahead", "step", "loss")
+    plain, ahead = (train.read_notes(out / "ckpt" / "4")["data"] for out in (tmp_path / "run", tmp_path / "ahead"))
+    assert plain == ahead
+
+
+def test_what_fails_in_reading_ahead_costs_no_step(micro, monkeypatch):
+    config = micro(steps=6, save_every=2, grad_accum=2)
+    with monkeypatch.context() as patch:
+        read_ahead(patch, 6, fails_at=5)
+        with pytest.raises(OSError, match="the disk is gone"):
+            train.main(config)
+    assert len(rows(config.out_dir)) == 4 and checkpoints(config.out_dir) == [2, 4]
+    cut = train.main(replace(config, resume="auto"))
+    shutil.rmtree(config.out_dir)
+    assert cut["loss"] == train.main(config)["loss"]
+
+
 # ---- the loop in one process ----
 
 

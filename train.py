@@ -313,10 +313,9 @@ def check_device(config, recipe):
     device = torch.device(name if ":" in name else f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
     if not (torch.cuda.is_available() and device.index < torch.cuda.device_count()):
         raise ValueError(f"torch {torch.__version__} does not see {device} here: use --device=cpu, or fewer ranks.")
-    if recipe != RECIPES["bf16"]:
-        import triton  # the kernels need it, nothing else does
+    import triton  # the kernels need it, in every recipe: experts are routed by them
 
-        check_version("triton", triton.__version__, (3, 6), (3, 9))
+    check_version("triton", triton.__version__, (3, 6), (3, 9))
     capability = torch.cuda.get_device_capability(device)
     check_card(torch.cuda.get_device_name(device), capability, recipe, config.dtype)
     wide = config.dtype == "fp32" or tuple(capability) < (8, 0)
@@ -723,7 +722,7 @@ class BF16AdamW(torch.optim.Optimizer):
 
     Moments become float32, AdamW takes its step, and they are rounded to nearest even: all arithmetic is float32, and
     weights move by the new moments before they are rounded. On a GPU one kernel for a group does all that; elsewhere
-    torch's fused AdamW, a portion at a time. `grad_scale` and `found_inf` mean what they do to torch's: see `update`."""
+    torch's fused AdamW, a portion at a time. `grad_scale` and `found_inf` are those of torch's: see `update`."""
 
     def __init__(self, groups, lr, betas, eps=1e-8, weight_decay=0.01):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -756,7 +755,7 @@ class BF16AdamW(torch.optim.Optimizer):
     def tensors(self, p):
         """This rank's part of a weight, its gradient and its moments; the step."""
         state = self.state[p]
-        return (local(p), local(p.grad).contiguous(), local(state["exp_avg"]), local(state["exp_avg_sq"]), state["step"])
+        return local(p), local(p.grad).contiguous(), local(state["exp_avg"]), local(state["exp_avg_sq"]), state["step"]
 
     @staticmethod
     def advance(weights, grads, first, second, steps, options):
@@ -818,7 +817,7 @@ def gradients(net, micro_batches, device, layout=None):
 
 
 def add_up_gradients(net, layout):
-    """Of what FSDP2 does not reduce, which is what has one part only: over all ranks, or those with the same experts."""
+    """Of what FSDP2 does not reduce, that is what has one part only: over all ranks, or those with the same experts."""
     sums = []
     for name, p in net.named_parameters():
         if p.grad is None:  # not reached on this rank, but the others wait for it
@@ -845,7 +844,7 @@ def update(net, optimizer, loss, norm, lr, largest):
     Neither is taken where loss or norm is not finite: weights, moments and bias stay. What decides are tensors, so that
     the host need not wait for a GPU. Returns max / mean load of the experts, a tensor []."""
     fine = torch.isfinite(loss) & torch.isfinite(norm)
-    optimizer.grad_scale = (norm / largest).clamp(min=1) if largest else torch.ones_like(norm)
+    optimizer.grad_scale = (norm / largest).clamp(min=1) if largest else None
     optimizer.found_inf = (~fine).float()
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -983,22 +982,28 @@ class Ahead:
     """The micro-batches of each step; the next ones are read while a GPU computes."""
 
     def __init__(self, batches, per_step):
-        self.batches, self.per_step, self.ready = batches, per_step, None
+        self.batches, self.per_step, self.ready, self.state, self.error = batches, per_step, None, None, None
         self.identity, self.load_state_dict = batches.identity, batches.load_state_dict
 
     def read(self):
-        if self.ready is None:
+        """What fails here is raised by `next`, alike on all ranks: the step before it is still to be logged and saved."""
+        if self.state is None:
             self.state = self.batches.state_dict()
-            self.ready = together(lambda: [self.batches.next() for _ in range(self.per_step)])
+            try:
+                self.ready = together(lambda: [self.batches.next() for _ in range(self.per_step)])
+            except (ValueError, OSError, ImportError, SystemExit) as error:  # what `together` raises
+                self.error = error
 
     def next(self):
         self.read()
-        ready, self.ready = self.ready, None
-        return ready
+        if self.error is not None:
+            raise self.error
+        self.state = None
+        return self.ready
 
     def state_dict(self):
         """Where the batches begin that `next` will give."""
-        return self.batches.state_dict() if self.ready is None else self.state
+        return self.state or self.batches.state_dict()
 
 
 class Run(typing.NamedTuple):
@@ -1072,7 +1077,7 @@ def copy_part(p, values):
 
 
 def fill_from_hf(net, folder):
-    """A checkpoint of Hugging Face; for a sharded model by way of a whole one on the host, less other ranks' experts."""
+    """A checkpoint of Hugging Face; for a sharded model by way of a whole one on the host, but for others' experts."""
     if not isinstance(net, FSDPModule):
         return together(model.fill_from_hf, net, folder)
     with torch.device("meta"):
@@ -1234,10 +1239,11 @@ def export(words):
 
 
 def leave(code):
-    """Ends this process at once where other ranks do not end with it: neither threads nor they are waited for."""
+    """Ends this process, one of several ranks at once: neither threads nor other ranks are waited for. Taking the
+    interpreter down while an error still holds process groups aborts now and then, and -6 is no exit code of ours."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if dist.is_initialized():
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         os._exit(code)
     sys.exit(code)
 
@@ -1251,6 +1257,8 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("train.py: stopped before the first step", file=sys.stderr)
         leave(130)
+    except SystemExit as ended:  # of --help; of a rank that leaves with the others: see `give_up`
+        leave(ended.code or 0)
     except Exception:
         traceback.print_exc()
         leave(1)
