@@ -986,7 +986,7 @@ class Ahead:
         self.identity, self.load_state_dict = batches.identity, batches.load_state_dict
 
     def read(self):
-        """What fails here is raised by `next`, alike on all ranks: the step before it is still to be logged and saved."""
+        """What fails here is raised by `next`, alike on all ranks: the step before is still to be logged and saved."""
         if self.state is None:
             self.state = self.batches.state_dict()
             try:
