@@ -1472,7 +1472,7 @@ def memory(s: Share) -> dict[str, float]:
     dense_copies = sum(map(sum, (here["attention"], here["dense"], here["outside"][1:]))) - no_copy
     sharded = [(a + d) * (cut > 1) + e * (cut_experts > 1)
                for a, d, e in zip(here["attention"], here["dense"], here["experts"])]
-    fixed = {"weights": 4 * total, "moments": 2 * s.moment * total,
+    fixed = {"weights": 4 * total, "gradients": 0, "moments": 2 * s.moment * total,
              "copies to multiply": 2 * copied * (dense_copies * (cut == 1) + sum(here["experts"]) * (cut_experts == 1)),
              "gathered": 8 * sum(here["outside"]) * (cut > 1) + 16 * max(sharded)}
     candidates, layers = [], s.layers

@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 import data
 import quant
 import train
-from model import Model, ModelConfig
+from model import Model, ModelConfig, memory
 from quant import RECIPES
 from test_train import HERE, MICRO, checkpoints, curve, flags, launch, micro, results, small, text  # noqa: F401
 
