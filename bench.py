@@ -8,6 +8,7 @@
     python bench.py layer --shapes=v3,v2,v2-lite                                needs a Hopper GPU
     python bench.py train --shapes=v3 --recompute='none;attn,norm,moe'          needs a Hopper GPU
     torchrun --nproc_per_node=2 bench.py comm                                   needs a GPU a process
+    python bench.py plan --gpus=256 --card=h100-80g --ep=32 --pp=8              any flag of train.py may follow
 
 Loss. Does a narrower format cost accuracy? Two seeds of one format end farther apart than two formats do, so formats
 are compared in pairs: runs of one seed start from the same weights and read the same text in the same order, and what
@@ -47,6 +48,7 @@ import types
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -1385,6 +1387,234 @@ def slowest(ms):
     return ms.tolist()
 
 
+# ---- plan ----
+
+
+class Card(NamedTuple):
+    """What a plan knows of a GPU. GEMMs and kernels have the speeds of an H200's tables, in proportion to `tflops` and `copy`."""
+    gib: float       # memory that torch finds
+    tflops: float    # dense BF16, by data sheet
+    copy: float      # TB/s, read + write: measured on the H200, elsewhere as large a share (0.89) of the data sheet's
+    nvlink: float    # GB/s a direction of an all_to_all inside a host; measured on the H200, the H800's is DeepEP's
+
+
+CARDS = {"h200": Card(139.8, 989, 4.27, 300), "h100-80g": Card(79.1, 989, 2.98, 300), "h800-80g": Card(79.1, 989, 2.98, 155),
+         "h20-96g": Card(95.2, 148, 3.56, 300)}
+BETWEEN_HOSTS = 50  # GB/s a direction and GPU, with a 400 Gbit/s adapter each
+ATTENTION = 538e12, 417e12  # FLOP/s of cuDNN on an H200, causal, 4096 tokens: forward; forward and backward, seven products
+LAUNCHES = 280  # of a MoE layer, forward and backward, as a profile of a V3 slice counted them
+ONCE = "optimizer", "weights", "gradients of copies"  # a step, not a micro-batch
+PLAN_DEFAULTS = "--preset=v3", "--seq_len=4096", "--batch_size=1", "--moments=bf16"
+ASSUMED = """\
+Assumed, and no more than a guess, for we know neither layouts nor schedules: 256 H100, pp = 256 / ep, 1F1B with layers
+spread evenly, micro-batches of 4096 tokens, 2048 sequences a step, 50 GB/s a GPU between hosts, nothing hidden but what
+our code hides, weights and moments of what is dense sharded over a stage at no cost, BF16 moments, and which of our scopes
+theirs are. ours: mxfp4 with the fewest scopes that stay below 95 % of 80 GB.
+"""
+PLAN_COLUMNS = ("preset", "gpus", "card", "ep", "pp", "fsdp", "precision", "recompute", "micro_batches", "tokens", "stage",
+                "memory_gib", "card_gib", "wire_mb", "step_ms", "tokens_per_s_gpu", "bound_by")
+# Published for V3 on GPUs of 80 GB: whose, EP, our recipe and scopes that come nearest, tokens/GPU/s, share of 80 GB
+PUBLISHED = (("FP8-Flow, EP8", 8, "fp8", "attn,norm,moe", 1176, None),
+             ("FP8-Flow, EP32", 32, "fp8", "attn,norm,mlp", 912, None),
+             ("FP4 paper, its FP8", 32, "fp8", "attn,norm,moe", 1157, 0.742),
+             ("FP4 paper, same scopes", 32, "mxfp4", "attn,norm,moe", 1156, 0.594),
+             ("FP4 paper, fewer scopes", 32, "mxfp4", "attn,norm,mlp", 1302, None))
+
+
+def plan(args, flags):
+    """Predicts memory and speed of training a model on so many GPUs. Needs no GPU.
+
+    Any flag of train.py may follow; --preset=v3 --seq_len=4096 --batch_size=1 --moments=bf16 unless given. Formulas are those of
+    model.py, speeds those of results/h200/gemm.csv and kernels.csv, in proportion to the card's; nothing is fitted to whole
+    steps. A pipeline, which train.py has not, is 1F1B with layers spread evenly and, unless --grad_accum is given, four
+    micro-batches a stage; what goes between stages is taken as hidden. --published: published numbers of V3 beside predictions.
+    """
+    if args.card not in CARDS:
+        raise ValueError(f"--card={args.card}: choose one of {', '.join(CARDS)}.")
+    config = trainer.parse_flags([*PLAN_DEFAULTS, *flags])
+    if args.pp > 1 and not any(flag.startswith("--grad_accum") for flag in flags):
+        config = dataclasses.replace(config, grad_accum=4 * args.pp)
+    if args.published:
+        return print(published())
+    found = predict(config, args.gpus, args.pp, args.card, args.wire_gb_s)
+    print(plan_text(found, config, args))
+    if args.csv:
+        with args.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, PLAN_COLUMNS)
+            writer.writeheader()
+            writer.writerow(found["row"])
+        print(f"wrote {args.csv}")
+
+
+def predict(config, gpus, pp, card, wire_gb_s=0):
+    """What `plan` prints: {row, memory of the fullest stage by what, kept by tensor, ms of a step by what}. ValueError for a
+    layout that cannot be."""
+    trainer.check_values(config)
+    c, ranks, wide = trainer.choose_model(config, None), gpus // max(pp, 1), max(config.ep, config.fsdp)
+    if not 0 < pp <= min(gpus, c.n_layers) or gpus % pp or ranks % wide or wide % min(config.ep, config.fsdp):
+        raise ValueError(f"--gpus={gpus} do not lay out as --pp={pp} stages (of {c.n_layers} layers at most) with"
+                         f" --ep={config.ep} and --fsdp={config.fsdp}, of which one is a multiple of the other.")
+    m, cuts = config.grad_accum, [c.n_layers * i // pp for i in range(pp + 1)]
+    stages = [trainer.share(config, c, 2, first=cuts[i], last=cuts[i + 1], in_flight=min(pp - i, m)) for i in range(pp)]
+    model.check_recipe(c, stages[0].recipe)
+    memories = [model.memory(s) for s in stages]
+    fullest = max(range(pp), key=lambda i: sum(memories[i].values()))
+    times = [step_ms(s, CARDS[card], ranks, wire_gb_s) for s in stages]
+    slowest = max(times, key=lambda t: sum(t.values()))
+    ms = {name: t * (1 if name in ONCE else m) for name, t in slowest.items()}
+    ms["pipeline's bubble"] = (pp - 1) * sum(t for name, t in slowest.items() if name not in ONCE)
+    step, s, kept = sum(ms.values()), stages[fullest], {}
+    for dense in s.layers:
+        for name, size in model.kept_bytes(c, s.recipe, s.recompute, s.ep, dense).items():
+            kept[name] = kept.get(name, 0) + size * s.tokens * s.in_flight
+    row = dict(zip(PLAN_COLUMNS, (config.preset, gpus, card, config.ep, pp, config.fsdp, config.precision, config.recompute, m,
+                                  s.tokens, fullest, round(sum(memories[fullest].values()) / 2**30, 2), CARDS[card].gib,
+                                  round(sum(model.wire_bytes(s).values()) / 1e6, 1), round(step, 1),
+                                  round(1e3 * m * s.tokens / pp / step, 1), max(ms, key=ms.get))))
+    return {"row": row, "memory": memories[fullest], "kept": kept, "ms": ms, "share": s}
+
+
+def plan_text(found, config, args):
+    row, s = found["row"], found["share"]
+
+    def listed(title, sizes, unit):
+        """A line for each size of some weight."""
+        return [title] + [f"  {name:28}{size / unit:10.2f}" for name, size in sizes.items() if size > unit / 200]
+
+    lines = [f"{row['preset']} on {row['gpus']} {row['card']}: ep {row['ep']}, pp {row['pp']}, fsdp {row['fsdp']},"
+             f" {row['precision']}, recompute {row['recompute']}, {row['micro_batches']} micro-batches of {row['tokens']} tokens"]
+    where = f"stage {row['stage']}, layers {s.first} to {s.first + len(s.layers) - 1}, {s.in_flight} in flight"
+    lines += listed(f"memory of a rank where it is fullest ({where}), GiB", found["memory"], 2**30)
+    lines += [f"  {'sum, of ' + str(row['card_gib']):28}{row['memory_gib']:10.2f}"]
+    lines += listed("kept activations by tensor, before backward, GiB", found["kept"], 2**30)
+    lines += listed("wire, a micro-batch and layer, MB", model.wire_bytes(s), 1e6)
+    lines += listed("time of a step on the slowest stage, ms", found["ms"], 1)
+    lines += [f"  {'sum':28}{row['step_ms']:10.2f}", f"{row['tokens_per_s_gpu']:.0f} tokens/GPU/s; most of it: {row['bound_by']}"]
+    if row["memory_gib"] > row["card_gib"]:
+        helps = []
+        for flag, changed in trainer.remedies(config, args.gpus // args.pp).items():
+            with contextlib.suppress(ValueError):  # a layout that cannot be
+                gib = predict(changed, args.gpus, args.pp, args.card, args.wire_gb_s)["row"]["memory_gib"]
+                helps += [f"{flag} ({gib:.1f} GiB)"] if gib < row["memory_gib"] else []
+        lines.append(f"does not fit. What helps: {', '.join(helps + ['more ranks'])}")
+    return "\n".join(lines)
+
+
+def step_ms(s, card, ranks=1, wire_gb_s=0):
+    """Milliseconds by what: of one micro-batch (forward, backward, what the wire adds), and of what comes once a step.
+
+    ranks: of a stage, over which gradients are added up. The wire is inside a host up to 8 ranks, unless wire_gb_s says."""
+    work, ms = model.micro_batch_work(s), dict.fromkeys(("GEMMs", "attention", "data movement"), 0.0)
+    for op in work["layers"] + work["ends"]:
+        what = "GEMMs" if op.shape else "attention" if op.kind.startswith("attention") else "data movement"
+        ms[what] += 1e3 * seconds(op, card)
+    launches = LAUNCHES * len(s.layers)
+    ms["small launches"] = 1e-3 * max(launches - len(work["layers"]), 0) * shortest_us()
+    ms["waiting for the host"] = max(1e-3 * launches * host_cost() - sum(ms.values()), 0)
+    computing, speed = sum(ms.values()), lambda n: 1e6 * (wire_gb_s or (card.nvlink if n <= 8 else BETWEEN_HOSTS))  # bytes a ms
+    ms["wire, not hidden"] = bare_wire(s, card, speed(s.ep))
+    counts, cut = model.parameters_here(s), max(s.fsdp // s.ep, 1)
+    experts, dense = sum(counts["experts"]), sum(sum(n) for name, n in counts.items() if name != "experts")
+    gathered = 12 * (dense * (s.fsdp > 1) + experts * (cut > 1)) / speed(s.fsdp)  # weights twice, gradients once, in float32
+    ms["sharding, not hidden"] = max(gathered - computing, 0)
+    ms["gradients of copies"] = 8 * (dense / s.fsdp * (ranks > s.fsdp) + experts / cut * (ranks > s.ep * cut)) / speed(ranks)
+    moved, matrices = model.step_bytes(s), sum(len(model.linears(s.config)) + (2 if dense else 4) for dense in s.layers)
+    host = 1e-3 * host_cost("quantize_fp8_weight") * matrices if s.recipe.compute == "fp8" else 0
+    return ms | {"optimizer": moved["optimizer"] / card.copy / 1e9, "weights": max(moved["weights"] / card.copy / 1e9, host)}
+
+
+def bare_wire(s, card, speed):
+    """Milliseconds that a micro-batch's exchanges add: tokens on their way to experts; of sums on their way home, and of dy,
+    what the shared expert does not hide, and of dx what FC1's weight gradient does not (see model.combine, quant.experts)."""
+    c, width, beside = s.config, s.config.n_shared * s.config.expert_width, []
+    for name, *args in (("mlp", "shared", width), ("mlp_backward", "shared", width),
+                        ("wgrad", "experts", s.rows, 2 * c.expert_width, c.hidden, c.n_experts // s.ep)):
+        work = model.Work(s)
+        if c.n_shared or name == "wgrad":
+            getattr(work, name)(*args)
+        beside.append(1e3 * sum(seconds(op, card) for op in work.ops))
+    bytes_of = model.wire_bytes(s)
+    hidden = dict(zip(("combine", "combine, backward", "dispatch, backward"), beside))
+    return s.layers.count(False) * sum(max(size / speed - hidden.get(name, 0), 0) for name, size in bytes_of.items())
+
+
+@functools.cache
+def measured(name):
+    """The rows of a table of the H200 that a plan reads: balanced groups."""
+    path = Path(__file__).parent / "results" / "h200" / f"{name}.csv"
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["groups"] == "balanced"]
+
+
+def host_cost(kernel=""):
+    """Microseconds that the host takes to launch a kernel, or in the median over all."""
+    return statistics.median(float(row["host_us"]) for row in measured("kernels")
+                             if row["host_us"] and kernel in ("", row["kernel"]))
+
+
+def shortest_us():
+    """Of one launch: the three of the smallest group_rows, which moves next to nothing."""
+    return min(float(row["us"]) for row in measured("kernels") if row["kernel"].startswith("group_rows")) / 3
+
+
+@functools.cache
+def seconds(op, card):
+    """Of a model.Op on a card. A GEMM has the rate of the measured one that is nearest in rows an expert, N and K, a kernel that
+    of its nearest in bytes; what no table has moves at the speed of a copy."""
+    faster, moves = card.tflops / CARDS["h200"].tflops, 1e12 * card.copy / CARDS["h200"].copy
+    if op.shape:
+        return op.amount / faster / gemm_rate(op.kind, op.shape, op.wgrad)
+    if op.kind.startswith("attention"):
+        forward, both = ATTENTION
+        return op.amount / faster / (forward if op.kind == "attention" else 5 / (7 / both - 2 / forward))
+    rows = [row for row in measured("kernels") if row["kernel"] == op.kind]
+    if not rows:
+        return op.amount / card.copy / 1e12
+    row = min(rows, key=lambda row: abs(math.log(float(row["us"]) * float(row["tb_per_s"]) * 1e6 / op.amount)))
+    return op.amount / moves / float(row["tb_per_s"])
+
+
+@functools.cache
+def gemm_rate(kind, shape, wgrad):
+    """FLOP/s on an H200: of the nearest measured GEMM, times how much fuller or emptier the last wave of tiles is."""
+    full = lambda E, M, N, K: (lambda tiles: tiles / (132 * math.ceil(tiles / 132)))(
+        E * math.ceil((N if wgrad else M / E) / 128) * math.ceil((K if wgrad else N) / 256))
+    away = lambda a, b: abs(math.log(a[1] / a[0] / b[1] * b[0])) + abs(math.log(a[2] / b[2])) + abs(math.log(a[3] / b[3]))
+    nearest, rate = None, 0
+    for row in measured("gemm"):
+        if row["N"] and row["gemm"].startswith("Wgrad") == wgrad and "float32" not in row["gemm"]:
+            have = tuple(float(row[name]) for name in "EMNK")
+            if nearest is None or away(shape, have) < away(shape, nearest):
+                nearest = have
+                rate = 1e12 * float(row["tflops"]) / (1 if kind == "fp8" else float(row["times_bf16_grouped"]))
+    return rate * full(*shape) / full(*nearest)
+
+
+def published():
+    """The published numbers beside predictions."""
+    heads = "".join(f"{what:>{24 if i else 20}}" for i, what in enumerate(("published", "its recipe, predicted", "ours, predicted")))
+    lines = [ASSUMED, f"{'':26}{heads}", f"{'':26}{'tok/GPU/s':>12}{'80 GB':>8}" + f"{'tok/GPU/s':>16}{'80 GB':>8}" * 2]
+    for name, ep, precision, scopes, speed, share in PUBLISHED:
+        theirs = published_layout(ep, precision, scopes)
+        ours = ((*published_layout(ep, "mxfp4", fewer), fewer) for fewer in SCOPES.split(";"))
+        ours = next((found for found in ours if found[1] < 0.95), (math.nan, math.nan, "none fits"))
+        lines.append(f"{name:26}{speed:12}{f'{share:.1%}' if share else '':>8}"
+                     f"{theirs[0]:16.0f}{theirs[1]:8.1%}{ours[0]:16.0f}{ours[1]:8.1%}  {ours[2]}")
+    return "\n".join(lines)
+
+
+def published_layout(ep, precision, scopes):
+    """(tokens/GPU/s, share of 80 GB) as `published` assumes."""
+    pp = 256 // ep
+    config = trainer.parse_flags([*PLAN_DEFAULTS, f"--ep={ep}", f"--precision={precision}", f"--recompute={scopes}",
+                                  f"--grad_accum={2048 // ep}"])
+    found = predict(config, 256, pp, "h100-80g")
+    counts = model.parameters_here(found["share"])
+    dense = sum(sum(n) for name, n in counts.items() if name != "experts")
+    saved = (4 + 2 * found["share"].moment) * dense * (1 - 1 / ep)
+    return found["row"]["tokens_per_s_gpu"], (sum(found["memory"].values()) - saved) / 80e9
+
+
 # ---- what the fused kernels do without ----
 
 def dequantize_rows(data, scale, index=None, end=None, per=1, out=None):
@@ -1468,7 +1698,7 @@ def main(words):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tables = {kernels: SHAPES, gemm: GEMM_SHAPES, layer: LAYER_SHAPES, train: SLICES, comm: COMM_SHAPES}
-    for work in (loss, plot, kernels, gemm, layer, train, comm):
+    for work in (loss, plot, kernels, gemm, layer, train, comm, plan):
         command = commands.add_parser(work.__name__, help=work.__doc__.partition("\n")[0], description=work.__doc__,
                                       allow_abbrev=False)
         command.set_defaults(work=work)
@@ -1486,6 +1716,13 @@ def main(words):
                 command.add_argument("--layers", type=int, default=0, help="layers; 0: 6 of V3 and V2, all of V2-Lite [0]")
                 command.add_argument("--memory_gb", type=float, default=0, help="use no more of the GPU, 80 for an H100 [all]")
                 command.add_argument("--rounds", type=int, default=6, help="turns of each precision [6]")
+        elif work is plan:
+            command.add_argument("--gpus", type=int, default=1, help="of all stages [1]")
+            command.add_argument("--card", default="h200", help=f"{', '.join(CARDS)} [h200]")
+            command.add_argument("--pp", type=int, default=1, help="stages of a pipeline [1]")
+            command.add_argument("--wire_gb_s", type=float, default=0, help="GB/s a direction and GPU [by card and ranks]")
+            command.add_argument("--csv", type=Path, help="also write the prediction as a table of one row")
+            command.add_argument("--published", action="store_true", help="published numbers of V3 beside predictions")
         else:
             command.add_argument("given", type=Path, nargs="+", help="a table (csv), or the folder of a run of train.py")
             command.add_argument("--out", type=Path, help="the PNG to write [beside the table; of runs curves.png]")

@@ -1391,3 +1391,389 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, recompute: frozenset = froze
     rows["routing"] = tokens * c.top_k * 8 + c.n_experts * 4  # ids and weights where experts are, scores at home
     rows["routing"] += 4 * (ranks + tokens) if ranks > 1 else 0  # which rows went where: Route
     return rows
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds and does of a model: all that its memory and time depend on."""
+    config: ModelConfig
+    recipe: Recipe
+    recompute: frozenset = frozenset()
+    tokens: int = 4096       # of a micro-batch
+    seq_len: int = 4096
+    ep: int = 1              # ranks over which experts are spread
+    fsdp: int = 1            # ranks over which dense parameters are cut; a rank's experts over fsdp / ep of them
+    moment: int = 4          # bytes of each of AdamW's two moments
+    micro_batches: int = 1   # of a step
+    in_flight: int = 1       # micro-batches that may have been forward and not yet backward
+    first: int = 0           # of the layers of a pipeline's stage; the first stage has the embedding
+    last: int | None = None  # behind its last one, which has the head; None: all
+    element: int = 2         # bytes of an unquantised activation
+
+    @property
+    def layers(self) -> list[bool]:
+        """Whether each layer here is dense; MTP's comes behind the last."""
+        c, last = self.config, self.config.n_layers if self.last is None else self.last
+        return [i < c.n_dense for i in range(self.first, last)] + [False] * (c.mtp and last == c.n_layers)
+
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """Whether embedding and head are here."""
+        return self.first == 0, self.last in (None, self.config.n_layers)
+
+    @property
+    def received(self) -> float:
+        """Tokens that arrive at a layer's experts."""
+        return self.tokens * tokens_received(self.config, self.ep)
+
+    @property
+    def rows(self) -> float:
+        """Rows of the experts' GEMMs, with room for 127 of padding an expert."""
+        return self.tokens * self.config.top_k + 127 * self.config.n_experts // self.ep
+
+
+def linears(c: ModelConfig) -> dict[str, tuple[int, int]]:
+    """[N, K] of attention's projections."""
+    queries = {"wq_a": (c.q_lora, c.hidden)} if c.q_lora else {}
+    return queries | {"wq_b": (c.n_heads * c.qk_dim, c.q_lora or c.hidden), "wkv_a": (c.kv_lora + c.rope_dim, c.hidden),
+                      "wkv_b": (c.n_heads * (c.nope_dim + c.v_dim), c.kv_lora), "wo": (c.hidden, c.n_heads * c.v_dim)}
+
+
+def parameters_here(s: Share) -> dict[str, list[int]]:
+    """Parameters of a rank's layers in forward order, before fsdp cuts them: `attention` with both norms, `dense` (feed-forward,
+    or router and shared expert), `experts`; `outside`: of embedding, head with its norm, MTP's projection."""
+    c, count = s.config, parameter_count(s.config)
+    moe = c.n_experts * c.hidden + c.n_shared * count["expert"]  # the balance bias is no parameter
+    embed, head = s.ends
+    return {"attention": [count["attention"] + 2 * c.hidden for _ in s.layers],
+            "dense": [count["dense"] if dense else moe for dense in s.layers],
+            "experts": [0 if dense else c.n_experts // s.ep * count["expert"] for dense in s.layers],
+            "outside": [embed * count["embedding"], head * (count["embedding"] + c.hidden),
+                        head * c.mtp * c.hidden * (2 * c.hidden + 3)]}
+
+
+# names in kept_bytes of what is there until attention's backward is through
+ATTENTION_KEEPS = ("residual", "latents", "q, k, v", "attention output", "log-sum-exp", "normed input, attention")
+
+
+def memory(s: Share) -> dict[str, float]:
+    """Bytes a rank's memory holds at the fullest moment of a step, by what; kernels' code and the allocator's gaps left out.
+
+    Backward goes from the last layer to the first: kept activations fall and gradients, unless they are there from an earlier
+    micro-batch, grow. Of each layer two moments count, its feed-forward's backward and attention's. `gathered`: of what FSDP2
+    shards, the outermost parameters and their gradients whole, and of the largest layer two sets of weights (one is being
+    gathered) and of gradients (one is being reduced)."""
+    c, here, of_layer = s.config, parameters_here(s), {dense: _kept(s, dense) for dense in set(s.layers)}
+    cut, cut_experts = s.fsdp, max(s.fsdp // s.ep, 1)
+    part = {name: [-(-n // (cut_experts if name == "experts" else cut)) for n in counts] for name, counts in here.items()}
+    total = sum(map(sum, part.values()))
+    copied = s.recipe.compute == "fp8" or s.element < 4  # FP8 and its transpose, or BF16
+    no_copy = sum(2 * c.hidden + (0 if dense else c.n_experts * c.hidden) for dense in s.layers)
+    dense_copies = sum(map(sum, (here["attention"], here["dense"], here["outside"][1:]))) - no_copy
+    sharded = [(a + d) * (cut > 1) + e * (cut_experts > 1)
+               for a, d, e in zip(here["attention"], here["dense"], here["experts"])]
+    fixed = {"weights": 4 * total, "gradients": 0, "moments": 2 * s.moment * total,
+             "copies to multiply": 2 * copied * (dense_copies * (cut == 1) + sum(here["experts"]) * (cut_experts == 1)),
+             "gathered": 8 * sum(here["outside"]) * (cut > 1) + 16 * max(sharded)}
+    candidates, layers = [], s.layers
+    for flying, there in {(s.in_flight, s.micro_batches > s.in_flight), (1, s.micro_batches > 1)}:
+        kept = s.tokens * flying * sum(sum(of_layer[dense].values()) for dense in s.layers)
+        grads = 4 * (total if there else sum(part["outside"][1:]))
+        if s.ends[1]:
+            logits = min(LOGIT_BYTES, 4 * s.tokens * c.vocab_size)  # of a chunk, and their gradients, in BF16
+            candidates.append((grads, kept, logits + 2 * _stream(s)))
+        for i in reversed(range(len(layers))):
+            of_attention = sum(of_layer[layers[i]][name] for name in ATTENTION_KEEPS)
+            grads += 0 if there else 4 * (part["dense"][i] + part["experts"][i])
+            candidates.append((grads, kept, _ffn_backward(s, layers[i])))
+            kept -= s.tokens * (sum(of_layer[layers[i]].values()) - of_attention)
+            grads += 0 if there else 4 * part["attention"][i]
+            candidates.append((grads, kept, _attention_backward(s, of_layer[layers[i]])))
+            kept -= s.tokens * of_attention
+    candidates.append((4 * total, 0, 0))  # the optimizer's step
+    return fixed | dict(zip(("gradients", "kept activations", "passing"), max(candidates, key=sum)))
+
+
+def _kept(s: Share, dense: bool) -> dict[str, float]:
+    return kept_bytes(s.config, s.recipe, s.recompute, s.ep, dense, s.element)
+
+
+def _stream(s: Share) -> int:
+    """Bytes of a residual stream, or of its gradient."""
+    return s.tokens * s.config.hidden * s.element
+
+
+def _ffn_backward(s: Share, dense: bool) -> float:
+    """Bytes that a feed-forward's backward holds for the moment, beside kept tensors and gradients: see quant._SwiGLU."""
+    c, e, fp8 = s.config, s.element, s.recipe.compute == "fp8"
+    width = c.dense_width if dense else c.expert_width
+    M, N = (s.tokens, s.tokens) if dense else (s.rows, s.received)
+    H, I, dx = M * c.hidden, M * width, 0 if dense else N * c.hidden * e
+    again = 2 * e * I * (("mlp" if dense else "moe") in s.recompute)  # h
+    if fp8:
+        steps = (H + (e + 5) * I + again, 2 * H + e * I + again, e * H + 4 * I + dx, H + 4 * I + dx)
+    else:  # one tensor is rows and columns; weight gradients of experts come in BF16 first
+        narrow = 0 if dense else 2 * c.n_experts // s.ep * c.hidden * width
+        steps = (e * (H + 4 * I) + narrow + again, e * (H + 2 * I) + dx, e * (H + 2 * I) + 2 * narrow + dx)
+    return max(steps) + 3 * _stream(s)
+
+
+def _attention_backward(s: Share, kept: dict[str, float]) -> float:
+    """The same of attention's backward: what it reads and was not kept, the gradients of q, k, v and of the output, and cuDNN's
+    sums of dq in float32."""
+    c, e = s.config, s.element
+    qkv, out = c.n_heads * (2 * c.qk_dim + c.v_dim) * e, c.n_heads * c.v_dim * e
+    rebuilt = (0 if kept["q, k, v"] else qkv) + (0 if kept["attention output"] else out)
+    return s.tokens * (rebuilt + qkv + out + c.n_heads * c.qk_dim * 4) + 3 * _stream(s)
+
+
+class Op(NamedTuple):
+    """A piece of work: a GEMM out_MN = a_MK b_NKᵀ, its M rows spread over E experts; attention; or bytes that a kernel moves."""
+    part: str         # of the model
+    kind: str         # fp8 | bf16: operands of a GEMM; attention, its backward; else the kernel, as bench.py kernels names it
+    amount: float     # FLOPs, or bytes read and written
+    shape: tuple = () # (E, M, N, K) of a GEMM
+    wgrad: bool = False
+
+
+class Work:
+    """What one micro-batch costs a rank, gathered in `ops`. Left out: choosing experts, small launches, the host's delays."""
+
+    def __init__(self, s: Share):
+        self.s, self.c, self.ops, self.fp8 = s, s.config, [], s.recipe.compute == "fp8"
+        self.size = {name: quant.bytes_per_row(4096, name) / 4096 for name in quant.WIDTH}  # bytes an element, scales included
+
+    def gemm(self, part: str, M: float, N: int, K: int, E: int = 1, wgrad: bool = False, kind: str = ""):
+        self.ops.append(Op(part, kind or self.s.recipe.compute, 2 * M * N * K, (E, M, N, K), wgrad))
+
+    def move(self, part: str, kernel: str, elements: float, *formats: str):
+        """So many elements, read or written in each of the formats."""
+        self.ops.append(Op(part, kernel, elements * sum(self.size[name] for name in formats)))
+
+    def norm(self, width: int, wire: str = "bf16"):
+        codes = [name for name in ("fp8", "fp4") if name in (self.s.recipe.compute, self.s.recipe.save, wire)]
+        kernel = ", ".join(["rms_norm -> bf16", *(("fp8", "fp4") if "fp4" in codes else codes)])
+        self.move("norms", kernel, self.s.tokens * width, "bf16", "bf16", *codes)
+
+    def add(self, times: int = 1):
+        self.move("residual", "copy", times * self.s.tokens * self.c.hidden, "bf16", "bf16", "bf16")
+
+    def wgrad(self, part: str, M: float, N: int, K: int, E: int = 1):
+        """A weight's gradient, and what float32 costs beside BF16's 2 bytes: 4 written, 4 read where there is one already."""
+        self.gemm(part, M, N, K, E, wgrad=True)
+        there = 4 if self.s.micro_batches > 1 else 0
+        extra = (2 if self.fp8 else 6) + there  # of an expert's BF16 gradient torch makes a second pass
+        self.ops.append(Op("gradients in float32", "copy", E * N * K * extra))
+
+    def linear_backward(self, part: str, N: int, K: int, kept: str):
+        T = self.s.tokens
+        if self.fp8:
+            self.move(part, "quantize_fp8_rows_and_cols", T * N, "bf16", "fp8", "fp8")
+            self.columns(part, T * K, T * K, kept)
+        self.gemm(part, T, K, N)
+        self.wgrad(part, T, N, K)
+
+    def columns(self, part: str, elements: float, rows: float, kept: str):
+        """What Wgrad reads of a kept x, of so many elements, fanned out to rows' elements."""
+        if kept == "bf16":
+            self.move(part, "quantize_fp8_rows", elements, "bf16", "fp8")
+        self.move(part, f"{'fp4' if kept == 'fp4' else 'fp8'} fan-out cols", rows, "fp4" if kept == "fp4" else "fp8", "fp8")
+
+    def swiglu(self, part: str, width: int, rows: float, pairs: float, backward: bool = False):
+        back, save_h = "_backward" * backward, self.s.recipe.save_h
+        if not self.fp8:
+            self.move(part, f"swiglu{back}_bf16", width * (3 * (rows + pairs) if backward else rows + 2 * pairs), "bf16")
+            return
+        elements = (width * rows * (5 if backward else 1) * self.size["fp8"] + width * pairs * (2 if backward else 4)
+                    + 2 * width * pairs * self.size[save_h])
+        self.ops.append(Op(part, f"swiglu{back}, h in {'fp4' if save_h == 'fp4' else 'fp8'}", elements))
+
+    def heads(self):
+        """Rotary position and the shared key into what attention reads, or back; no table has it: it moves as fast as a norm."""
+        c = self.c
+        width = 2 * c.nope_dim + 3 * c.rope_dim + 2 * c.v_dim
+        self.move("attention", "rms_norm -> bf16", self.s.tokens * c.n_heads * width, "bf16")
+
+    def up(self):
+        c, T, shapes = self.c, self.s.tokens, linears(self.c)
+        if c.q_lora:
+            self.norm(c.q_lora)
+            self.gemm("linears", T, *shapes["wq_b"])
+        self.norm(c.kv_lora)
+        self.gemm("linears", T, *shapes["wkv_b"])
+        self.heads()
+
+    def attention(self):
+        """From the residual stream to attention's output projection."""
+        c, T, shapes = self.c, self.s.tokens, linears(self.c)
+        self.norm(c.hidden)
+        for name in ("wq_a" if c.q_lora else "wq_b", "wkv_a"):
+            self.gemm("linears", T, *shapes[name])
+        self.up()
+        half = T * self.s.seq_len * c.n_heads * (c.qk_dim + c.v_dim)  # two matrix products, causal: half of each
+        self.ops.append(Op("attention", "attention", half))
+        if self.fp8:
+            self.move("linears", "quantize_fp8_rows", T * c.n_heads * c.v_dim, "bf16", "fp8")
+        self.gemm("linears", T, *shapes["wo"])
+
+    def attention_backward(self):
+        c, s, shapes = self.c, self.s, linears(self.c)
+        if "attn" in s.recompute:
+            self.attention()
+        elif "mla_up" in s.recompute:
+            self.up()
+        self.linear_backward("linears", *shapes["wo"], "bf16")
+        half = s.tokens * s.seq_len * c.n_heads * (c.qk_dim + c.v_dim)
+        self.ops.append(Op("attention", "attention, backward", 2.5 * half))  # five products of the same size
+        self.heads()
+        for latent, name in ((c.q_lora, "wq_b"), (c.kv_lora, "wkv_b")):
+            if latent:
+                self.norm(latent)  # rebuilt
+                self.linear_backward("linears", *shapes[name], s.recipe.save)
+                self.move("norms", "rms_norm_backward", s.tokens * latent, *["bf16"] * 3)
+        for name in ("wq_a" if c.q_lora else "wq_b", "wkv_a"):
+            if "norm" in s.recompute:
+                self.norm(c.hidden)
+            self.linear_backward("linears", *shapes[name], s.recipe.save)
+        self.move("norms", "rms_norm_backward", s.tokens * c.hidden, *["bf16"] * 3)
+        self.add(2)
+
+    def mlp(self, part: str, width: int):
+        T, H = self.s.tokens, self.c.hidden
+        self.gemm(part, T, 2 * width, H)
+        self.swiglu(part, width, T, T)
+        self.gemm(part, T, H, width)
+        self.add()
+
+    def mlp_backward(self, part: str, width: int):
+        s, T, H = self.s, self.s.tokens, self.c.hidden
+        if {"norm", "mlp"} & s.recompute:
+            self.norm(H)
+        if "mlp" in s.recompute:
+            self.gemm(part, T, 2 * width, H)
+        if self.fp8:
+            self.move(part, "quantize_fp8_rows_and_cols", T * H, "bf16", "fp8", "fp8")
+        self.gemm(part, T, width, H)
+        self.swiglu(part, width, T, T, backward=True)
+        self.wgrad(part, T, H, width)
+        self.gemm(part, T, H, 2 * width)
+        if self.fp8:
+            self.columns(part, T * H, T * H, s.recipe.save)
+        self.wgrad(part, T, 2 * width, H)
+        self.add()
+
+    def fan_out(self):
+        """The rows that FC1 reads."""
+        arrives, H = self.s.recipe.dispatch if self.fp8 else "bf16", self.c.hidden
+        arrives = "fp8" if self.fp8 and arrives == "bf16" else arrives
+        self.move("experts, data", "group_rows (3 launches)", self.s.received * self.c.top_k * 6, "bf16")
+        self.move("experts, data", f"{arrives} fan-out rows", self.s.rows * H, arrives, "fp8" if self.fp8 else "bf16")
+
+    def fc1(self):
+        c, s = self.c, self.s
+        self.fan_out()
+        self.gemm("experts", s.rows, 2 * c.expert_width, c.hidden, c.n_experts // s.ep)
+
+    def experts(self):
+        c, s, pairs = self.c, self.s, self.s.tokens * self.c.top_k
+        self.move("wire, data", "copy", s.received * c.hidden, s.recipe.dispatch, s.recipe.dispatch)
+        self.fc1()
+        self.swiglu("experts, data", c.expert_width, s.rows, pairs)
+        self.gemm("experts", s.rows, c.hidden, c.expert_width, c.n_experts // s.ep)
+        self.move("experts, data", "sum_rows", (pairs + s.received) * c.hidden, "bf16")
+        self.move("wire, data", "sum_rows", (s.received + s.tokens) * c.hidden, "bf16")
+
+    def experts_backward(self):
+        c, s, pairs, E = self.c, self.s, self.s.tokens * self.c.top_k, self.c.n_experts // self.s.ep
+        H, I, code = c.hidden, c.expert_width, "fp8" if self.fp8 else "bf16"
+        if self.fp8:
+            self.move("wire, data", "quantize_fp8_rows", s.tokens * H, "bf16", "fp8")
+        self.move("wire, data", "copy", s.received * H, code, code)
+        if "moe" in s.recompute:
+            self.fc1()
+        if self.fp8:
+            self.move("experts, data", "fp8 fan-out rows and cols", s.rows * H, "fp8", "fp8", "fp8")
+        else:
+            self.move("experts, data", "bf16 fan-out rows", s.rows * H, "bf16", "bf16")
+        self.gemm("experts", s.rows, I, H, E)
+        self.swiglu("experts, data", I, s.rows, pairs, backward=True)
+        self.wgrad("experts", s.rows, H, I, E)
+        self.gemm("experts", s.rows, H, 2 * I, E)
+        self.move("experts, data", "sum_rows", (pairs + s.received) * H, "bf16")
+        self.move("wire, data", "sum_rows", (s.received + s.tokens) * H, "bf16")
+        if self.fp8:
+            kept = min(s.recipe.dispatch, s.recipe.save, key=quant.WIDTH.get)
+            self.columns("experts, data", s.received * H, s.rows * H, kept)
+        else:
+            self.move("experts, data", "bf16 fan-out rows", s.rows * H, "bf16", "bf16")
+        self.wgrad("experts", s.rows, 2 * I, H, E)
+
+    def layer(self, dense: bool):
+        c, s = self.c, self.s
+        self.attention()
+        self.add()
+        self.norm(c.hidden, "bf16" if dense else s.recipe.dispatch)
+        if dense:
+            return self.mlp("dense", c.dense_width)
+        self.gemm("router", s.tokens, 3 * c.n_experts, c.hidden, kind="bf16")  # float32 as three BF16
+        self.experts()
+        if c.n_shared:
+            self.mlp("shared", c.n_shared * c.expert_width)
+        self.add()
+
+    def layer_backward(self, dense: bool):
+        c, s, T = self.c, self.s, self.s.tokens
+        if dense:
+            self.mlp_backward("dense", c.dense_width)
+        else:
+            if c.n_shared:
+                self.mlp_backward("shared", c.n_shared * c.expert_width)
+            self.experts_backward()
+            self.move("router", "rms_norm -> bf16", T * c.hidden, "bf16", "bf16")  # its input, rebuilt
+            self.gemm("router", T, c.hidden, 3 * c.n_experts, kind="bf16")
+            self.gemm("router", T, c.hidden, 3 * c.n_experts, kind="bf16")
+            self.add()
+        self.move("norms", "rms_norm_backward", T * c.hidden, *["bf16"] * 3)
+        self.add()
+        self.attention_backward()
+
+    def ends(self):
+        """Embedding and head, forward and backward: logits twice, in chunks whose gradients of the head add up in float32."""
+        c, T, (embed, head), matrix = self.c, self.s.tokens, self.s.ends, self.c.vocab_size * self.c.hidden
+        if embed:
+            self.move("embedding", "copy", T * c.hidden * 8 + 2 * matrix, "bf16")  # float32 rows both ways, the gradient's zeros
+        for _ in range((1 + c.mtp) * head):
+            for N, K in ((c.vocab_size, c.hidden),) * 2 + ((c.hidden, c.vocab_size),):
+                self.gemm("head", T, N, K, kind="bf16")
+            self.gemm("head", T, c.vocab_size, c.hidden, kind="bf16", wgrad=True)
+            chunks = max(math.ceil(4 * T * c.vocab_size / LOGIT_BYTES), 1)
+            self.move("head", "copy", 3 * T * c.vocab_size + 4 * chunks * matrix, "bf16")  # losses, gradients; sums
+            self.norm(c.hidden)
+            self.norm(c.hidden)
+            self.move("norms", "rms_norm_backward", T * c.hidden, *["bf16"] * 3)
+
+
+def micro_batch_work(s: Share) -> dict[str, list[Op]]:
+    """All Ops of a micro-batch of a rank: `layers` and `ends`."""
+    layers, ends = Work(s), Work(s)
+    for dense in s.layers:
+        layers.layer(dense)
+        layers.layer_backward(dense)
+    ends.ends()
+    return {"layers": layers.ops, "ends": ends.ops}
+
+
+def step_bytes(s: Share) -> dict[str, float]:
+    """Bytes a step moves once: AdamW (20 a parameter with BF16 moments, else 28, and 4 for the norm), quantising weights (6)."""
+    counts = parameters_here(s)
+    here = sum(-(-n // (max(s.fsdp // s.ep, 1) if name == "experts" else s.fsdp)) for name, ns in counts.items() for n in ns)
+    again = 2 * s.micro_batches  # what is sharded is quantised after each gathering
+    dense = sum(map(sum, (counts["attention"], counts["dense"], counts["outside"][1:])))
+    return {"optimizer": (12 + 4 * s.moment + 4) * here,
+            "weights": 6 * (dense * (again if s.fsdp > 1 else 1) + sum(counts["experts"]) * (again if s.fsdp > s.ep else 1))}
+
+
+def wire_bytes(s: Share) -> dict[str, float]:
+    """Bytes that a rank sends to others for one micro-batch and MoE layer, by exchange (see message_bytes)."""
+    away = s.received * (s.ep - 1) / s.ep
+    return {name: away * size for name, size in message_bytes(s.config, s.recipe).items()}

@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 import data
 import quant
 import train
-from model import Model, ModelConfig
+from model import Model, ModelConfig, memory
 from quant import RECIPES
 from test_train import HERE, MICRO, checkpoints, curve, flags, launch, micro, results, small, text  # noqa: F401
 
@@ -229,8 +229,10 @@ def norms_of_ones(layouts):
         for p in net.parameters():
             p.grad = torch.ones_like(p)
         norms.append(math.sqrt(train.total(train.square_sum(net, layout)).item()))
-        plan = train.planned_memory(net, train.Config(ep=ep, fsdp=fsdp))
-        assert plan["weights"] == plan["gradients"] == sum(4 * train.local(p).numel() for p in net.parameters())
+        plan = memory(train.share(train.Config(ep=ep, fsdp=fsdp), CONFIG, 4))
+        here = sum(4 * train.local(p).numel() for p in net.parameters())
+        assert plan["weights"] == pytest.approx(here, rel=1e-2 if fsdp > 1 else 0)  # rows do not divide evenly
+        assert plan["gradients"] <= plan["weights"]
         assert (plan["gathered"] > 0) == (fsdp > 1)
     return norms
 

@@ -264,20 +264,10 @@ def check_ranks_agree(facts):
 
 def check(config):
     """(device, dtype, recipe, recompute, model_config, resume). ValueError or OSError: one line on what to do."""
-    check_types(config)
+    check_values(config)
     if not config.out_dir:
         raise ValueError("--out_dir is empty: name the folder for logs and checkpoints.")
-    for name, choices in CHOICES.items():
-        if getattr(config, name) not in choices:
-            raise ValueError(f"--{name}={getattr(config, name)}: choose one of {', '.join(filter(None, choices))}.")
-    for name, least in AT_LEAST.items():
-        if getattr(config, name) < least:
-            raise ValueError(f"--{name}={getattr(config, name)} is less than {least}.")
-    recompute = frozenset(config.recompute.replace(" ", "").split(",")) - {"none", ""}
-    if unknown := recompute - set(model.RECOMPUTE_SCOPES):
-        raise ValueError(f"--recompute={min(unknown)}: choose among {', '.join(model.RECOMPUTE_SCOPES)}, none.")
-    parts = {name: getattr(config, name) for name in ("compute", "save", "save_h", "wire") if getattr(config, name)}
-    recipe = dataclasses.replace(RECIPES[config.precision], **parts)
+    recipe, recompute = formats(config)
     device, dtype = check_device(config, recipe)
     resume = find_resume(config)
     model_config = choose_model(config, resume)
@@ -294,12 +284,28 @@ def check(config):
     return device, dtype, recipe, recompute, model_config, resume
 
 
-def check_types(config):
+def formats(config):
+    """(recipe, recompute scopes) that the flags name. ValueError: there is none of that name."""
+    recompute = frozenset(config.recompute.replace(" ", "").split(",")) - {"none", ""}
+    if unknown := recompute - set(model.RECOMPUTE_SCOPES):
+        raise ValueError(f"--recompute={min(unknown)}: choose among {', '.join(model.RECOMPUTE_SCOPES)}, none.")
+    parts = {name: getattr(config, name) for name in ("compute", "save", "save_h", "wire") if getattr(config, name)}
+    return dataclasses.replace(RECIPES[config.precision], **parts), recompute
+
+
+def check_values(config):
+    """ValueError for what needs no look at anything else: types, choices, least values."""
     for name, kind in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
         fits = type(value) is kind or kind is float and type(value) is int
         if not fits or kind is float and not math.isfinite(value):
             raise ValueError(f"--{name} takes a value of type {kind.__name__}, a finite one, not {value!r}.")
+    for name, choices in CHOICES.items():
+        if getattr(config, name) not in choices:
+            raise ValueError(f"--{name}={getattr(config, name)}: choose one of {', '.join(filter(None, choices))}.")
+    for name, least in AT_LEAST.items():
+        if getattr(config, name) < least:
+            raise ValueError(f"--{name}={getattr(config, name)} is less than {least}.")
 
 
 def check_device(config, recipe):
@@ -511,34 +517,54 @@ def shard(net, layout):
     register_fsdp_forward_method(net, "generate")
 
 
-def planned_memory(net, config):
-    """Bytes a rank's memory holds in a step, by what; left out is what a layer holds for the moment it computes.
-
-    `gathered`: of what FSDP2 shards, the outermost parameters and their gradients whole, and of the largest layer two
-    sets of weights (one is being gathered) and of gradients (one is being reduced)."""
-    element = torch.empty((), dtype=net.dtype).element_size()
-    here = sum(local(p).numel() for p in net.parameters())
-    read = [p for name, p in net.named_parameters() if p.dim() > 1 and name != "embed" and ".router." not in name]
-    copied = net.recipe.compute == "fp8" or element < 4  # FP8 and its transpose, or BF16
-    layers = [m for m in net.modules() if isinstance(m, model.Layer)]
-    sharded = lambda m: sum(p.numel() for p in m.parameters() if isinstance(p, DTensor))
-    sizes = [sharded(layer) for layer in layers]
-    kept = [sum(model.kept_bytes(net.config, net.recipe, net.recompute, config.ep, layer.dense, element).values())
-            for layer in layers]
-    return {"weights": 4 * here, "gradients": 4 * here, "moments": 2 * MOMENTS[config.moments].itemsize * here,
-            "copies to multiply": sum(2 * p.numel() for p in read if not isinstance(p, DTensor)) * copied,
-            "gathered": 8 * (sharded(net) - sum(sizes)) + 16 * max(sizes),
-            "kept activations": config.batch_size * config.seq_len * sum(kept)}
+def share(config, model_config, element, **stage):
+    """What one rank holds and does, as the formulas of model.py take it; element: bytes of an activation."""
+    recipe, recompute = formats(config)
+    return model.Share(model_config, recipe, recompute, config.batch_size * config.seq_len, config.seq_len, config.ep,
+                       config.fsdp, MOMENTS[config.moments].itemsize, config.grad_accum, element=element, **stage)
 
 
-def layout_line(net, config):
+def layout_line(run, config):
     """What the run's start says of its layout and memory."""
     copies = [world_size() // config.fsdp, world_size() // max(config.ep, config.fsdp)]
-    plan = planned_memory(net, config)
+    plan = model.memory(share(config, run.net.config, run.net.dtype.itemsize))
     listed = ", ".join(f"{what} {size / 2**30:.3g}" for what, size in plan.items() if size)
     return (f"layout: dense parameters {copies[0]} copies x {config.fsdp} parts, experts {copies[1]} copies x"
             f" {max(config.fsdp // config.ep, 1)} parts x {config.ep} ranks; a rank plans for"
             f" {sum(plan.values()) / 2**30:.3g} GiB: {listed}")
+
+
+def remedies(config, ranks):
+    """{flag: the same Config with it} for each flag that makes a rank of so many hold less."""
+    flags = {f"batch_size={config.batch_size // 2}": config.batch_size > 1,
+             f"recompute={','.join(model.RECOMPUTE_SCOPES)}": set(model.RECOMPUTE_SCOPES) - formats(config)[1],
+             "save_h=fp4": (config.save_h or RECIPES[config.precision].save_h) != "fp4",
+             "moments=bf16": config.moments != "bf16", f"fsdp={ranks}": config.fsdp < ranks,
+             f"ep={min(ranks, 8)}": config.ep == 1 < ranks and ranks % min(ranks, 8) == 0}
+    kinds = typing.get_type_hints(Config)
+    changes = {flag: flag.partition("=")[::2] for flag, open in flags.items() if open}
+    return {f"--{flag}": dataclasses.replace(config, **{name: kinds[name](value)})
+            for flag, (name, value) in changes.items()}
+
+
+def check_memory(config, model_config, device, dtype):
+    """Says so where a GPU will be nearly full. ValueError where it cannot hold the plan, with what helps how much."""
+    if device.type != "cuda":
+        return
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by the allocator, for what comes
+    free = torch.cuda.mem_get_info(device)[0] + held
+    planned = lambda config: sum(model.memory(share(config, model_config, dtype.itemsize)).values())
+    needs = f"A rank plans for {planned(config) / 2**30:.1f} GiB, {device} has {free / 2**30:.1f} free"
+    if planned(config) > free:
+        helps = {}
+        for flag, changed in remedies(config, world_size()).items():
+            with contextlib.suppress(ValueError):  # a layout that this model does not take
+                helps[flag] = planned(changed)
+        listed = ", ".join(f"{flag} ({size / 2**30:.1f})" for flag, size in sorted(helps.items(), key=lambda kv: kv[1])
+                           if size < planned(config))
+        raise ValueError(f"{needs}. What helps: {listed}{', ' * bool(listed)}more ranks.")
+    if planned(config) > 0.9 * free:
+        say(f"warning: {needs}, which leaves little to the allocator.")
 
 
 @contextlib.contextmanager
@@ -552,15 +578,10 @@ def explained_memory(config, net=None):
             raise
         tokens = config.batch_size * config.seq_len
         most = max((m.received for m in net.modules() if isinstance(m, model.Experts)), default=0) if net else 0
-        missing = [scope for scope in model.RECOMPUTE_SCOPES if scope not in config.recompute]
-        helps = {f"--batch_size={config.batch_size // 2}": config.batch_size > 1,
-                 f"--recompute={','.join(model.RECOMPUTE_SCOPES)}": missing,
-                 "--save_h=fp4": (config.save_h or RECIPES[config.precision].save_h) != "fp4",
-                 "--moments=bf16": config.moments != "bf16",
-                 f"--fsdp={world_size()}": config.fsdp < world_size(), "more ranks": config.fsdp == world_size()}
+        helps = [*remedies(config, world_size())] + ["more ranks"] * (config.fsdp == world_size())
         raise MemoryError(f"Out of memory on rank {rank()}: {asked[1]} more were asked for, with {tokens} tokens a"
                           f" micro-batch and up to {most} received by a layer's experts. What helps:"
-                          f" {', '.join(flag for flag, open in helps.items() if open)}.") from None
+                          f" {', '.join(helps)}.") from None
 
 
 # ---- checkpoints ----
@@ -1025,6 +1046,7 @@ def start(config, device, dtype, recipe, recompute, model_config, resume):
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats()
+    together(check_memory, config, model_config, device, dtype)
     if world_size() > 1:
         together(open_tokenizer, config, model_config, resume, here=rank() == 0)  # what it downloads, all find
     name, encoding = together(open_tokenizer, config, model_config, resume)
@@ -1122,7 +1144,7 @@ def train(run, config):
     known = f"is of {peak / 1e12:.0f} TFLOP/s dense BF16 each" if peak < math.inf else "reads 0: the peak is unknown"
     say(f"{size['total'] / 1e6:.2f} M parameters, {size['active'] / 1e6:.2f} M active; {run.net.recipe};"
         f" {world_size()} x {run.device.type}, {run.net.dtype}; MFU {known}")
-    say(layout_line(run.net, config))
+    say(layout_line(run, config))
     together(begin_log, log, run, here=rank() == 0)
     every = {"eval": config.eval_every, "save": config.save_every, "log": config.log_every}
     seconds = 0.1 if sys.stderr.isatty() else 10  # between redraws
