@@ -548,14 +548,16 @@ def remedies(config, ranks):
 
 
 def check_memory(config, model_config, device, dtype):
-    """Says so where a GPU will be nearly full. ValueError where it cannot hold the plan, with what helps how much."""
+    """Says so where a GPU will be nearly full. ValueError where it cannot hold the plan, with what helps how much.
+
+    Plans were right to 1 % where that was measured (`bench.py plan`); what is 5 % over is refused."""
     if device.type != "cuda":
         return
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by the allocator, for what comes
     free = torch.cuda.mem_get_info(device)[0] + held
     planned = lambda config: sum(model.memory(share(config, model_config, dtype.itemsize)).values())
     needs = f"A rank plans for {planned(config) / 2**30:.1f} GiB, {device} has {free / 2**30:.1f} free"
-    if planned(config) > free:
+    if planned(config) > 1.05 * free:
         helps = {}
         for flag, changed in remedies(config, world_size()).items():
             with contextlib.suppress(ValueError):  # a layout that this model does not take
