@@ -931,8 +931,8 @@ def evaluate(run, config):
 
 
 def diagnose(run, config):
-    """What quantisation does to each tensor (quant.Diagnosis) in a forward and backward of the first validation batch, as
-    rank 0 sees it: a row of diagnose.jsonl and a line. Weights, moments, biases and the data's order stay as they are."""
+    """What quantisation does to each tensor (quant.Diagnosis) in a forward and backward of the first validation batch,
+    as rank 0 sees it: a row of diagnose.jsonl and a line. Weights, moments, biases and the order of data stay."""
     names = {local(p).data_ptr(): re.sub(r"layers\.\d+\.", "", name) for name, p in run.net.named_parameters()}
     tokens_BS, targets_BS = run.val_batches[0]
     with quant.Diagnosis(names).watching() as diagnosis:
@@ -947,9 +947,9 @@ def diagnose(run, config):
 
 def in_a_line(report):
     """Of each measure the worst tensor."""
-    words = {"snr_db": "lowest signal-to-noise {:.1f} dB", "zero": "most zeros {:.2%}", "saturated": "most saturated {:.2%}",
-             "wide_row_tiles": "1x128 tiles with spread > 14 {:.2%}", "wide_tiles": "128x128 tiles with spread > 14 {:.2%}",
-             "shifted_to_zero": "codes shifted to zero {:.2%}"}
+    words = {"snr_db": "lowest signal-to-noise {:.1f} dB", "zero": "most zeros {:.2%}",
+             "saturated": "most saturated {:.2%}", "wide_row_tiles": "1x128 tiles with spread > 14 {:.2%}",
+             "wide_tiles": "128x128 tiles with spread > 14 {:.2%}", "shifted_to_zero": "codes shifted to zero {:.2%}"}
     parts = []
     for key, text in words.items():
         values = {name: row[key] for name, row in report.items() if row.get(key) is not None}
