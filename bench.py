@@ -78,7 +78,7 @@ SUMMARY_COLUMNS = ("precision", "steps", "seeds", "val_loss", "percent_from_bf16
 T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
          2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
          2.0452, 2.0423)
-COLOURS = {"bf16": "#333333", "fp8": "#0072b2", "mxfp4": "#d55e00"}
+COLOURS = {"bf16": "#333333", "fp8": "#0072b2", "mxfp4": "#d55e00", "paper": "#009e73"}
 MORE_COLOURS = ("#999999", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#f0e442")  # with those above, Okabe and Ito's
 RULES = {"font.size": 9, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
          "grid.alpha": 0.3, "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8}
@@ -121,6 +121,12 @@ def read_run(folder):
     except ValueError as error:
         raise ValueError(f"{folder / 'log.jsonl'} is damaged: {error}; train.py --resume=auto mends it.") from None
     return json.loads((folder / "config.json").read_text())["config"], rows
+
+
+def read_arm(folder, config):
+    """The name of what a run trained: its precision, unless `loss` noted another."""
+    path = folder / "environment.json"
+    return json.loads(path.read_text()).get("arm", config["precision"]) if path.exists() else config["precision"]
 
 
 # ---- loss ----
@@ -250,10 +256,10 @@ def table(folder):
             continue
         config, log = read_run(path.parent)
         if is_done(config, log):
-            where = json.loads(path.read_text())
+            where = {name: value for name, value in json.loads(path.read_text()).items() if name != "arm"}
             tokens = config["seq_len"] * config["batch_size"] * config["grad_accum"]
             seconds = round(sum(tokens / row["tokens_per_s"] for row in log), 1)  # training alone, over all resumes
-            rows.append({"precision": where.pop("arm", config["precision"]), "seed": config["seed"], "steps": config["steps"],
+            rows.append({"precision": read_arm(path.parent, config), "seed": config["seed"], "steps": config["steps"],
                          "seconds": seconds} | {name: log[-1][name] for name in ("val_loss", "val_loss_quantized")} | where)
     write_table(folder / "loss.csv", COLUMNS, rows)
     return rows
@@ -559,6 +565,7 @@ def plot_runs(folders, path):
     """Three panels: training loss (running mean), validation loss, and training loss against bf16 of the same seed."""
     plt = pyplot()
     runs = [(str(folder), *read_run(folder)) for folder in folders]
+    runs = [(name, config | {"precision": read_arm(Path(name), config)}, rows) for name, config, rows in runs]
     curves = {name: running_mean(rows) for name, _, rows in runs}
     reference = {config["seed"]: curves[name] for name, config, _ in runs if config["precision"] == "bf16"}
     with plt.rc_context(RULES):

@@ -235,8 +235,9 @@ def test_slices_go_on_bit_for_bit(micro, tmp_path, monkeypatch, capsys):
     flags = words(micro(steps=4), "precision", "seed", "out_dir", "resume", "log_every")
     command = lambda out, *more: ["loss", "--precisions=bf16,paper", "--seeds=0", f"--out={tmp_path / out}", *more,
                                   *flags]
-    monkeypatch.setattr(bench, "plot_runs", lambda *_: None)
     bench.main(command("whole"))
+    assert (tmp_path / "whole" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(bench, "plot_runs", lambda *_: None)
     capsys.readouterr()
 
     clock = [0.0]
