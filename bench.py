@@ -1,6 +1,7 @@
 """Measures what this project claims. One subcommand a claim, each with --help.
 
     python bench.py loss --precisions=bf16,fp8,mxfp4 --seeds=0,1 --steps=200    any flag of train.py may follow
+    python bench.py error out/loss/bf16-0/ckpt/200                              a checkpoint of train.py
     python bench.py plot out/a out/b --out=curves.png                           runs' losses in one picture
     python bench.py plot results/h200/kernels.csv results/h200/train.csv        a picture beside each table
     python bench.py kernels --shapes=v3,v2,v2-lite                              needs a Hopper GPU
@@ -13,7 +14,12 @@
 Loss. Does a narrower format cost accuracy? Two seeds of one format end farther apart than two formats do, so formats
 are compared in pairs: runs of one seed start from the same weights and read the same text in the same order, and what
 is averaged over the seeds is the difference within each pair. The loss compared is `val_loss`, quantisation off: what
-was learned. `val_loss_quantized` adds what reading it out in the narrow format costs.
+was learned. `val_loss_quantized` adds what reading it out in the narrow format costs. The difference is given with its
+95 % interval (Student's t over the seeds): one that holds 0 shows nothing.
+
+Error. What does a format do at fixed weights? Nothing is trained, so nothing is left to chance: the same checkpoint, the
+same tokens, once in bf16 and once in each setting. The loss tells what forward loses; how far gradients turn away, which
+tensor costs most.
 
 A run is a folder that train.py wrote, plus environment.json: on what, with what and when it ran. Tables and plots are
 made from such folders alone, so they can be made again, and a command that was cut does only what is missing.
@@ -40,6 +46,7 @@ import math
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -53,16 +60,25 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tqdm import tqdm
 
+import data
 import model
 import quant
 import train as trainer
 from model import PRESETS
 from quant import RECIPES
 
+ARMS = (*RECIPES, "paper")  # what `loss` trains: paper is mxfp4 with what the function `paper` adds
 COLUMNS = ("precision", "seed", "steps", "val_loss", "val_loss_quantized", "seconds", "device", "torch", "triton",
            "commit", "date")
-COLOURS = {"bf16": "#333333", "fp8": "#0072b2", "mxfp4": "#d55e00"}
+SUMMARY_COLUMNS = ("precision", "steps", "seeds", "val_loss", "percent_from_bf16", "percent_low", "percent_high",
+                   "percent_by_seed", "device", "torch", "commit")
+# 97.5 % points of Student's t for 1, 2, ... degrees of freedom
+T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
+         2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
+         2.0452, 2.0423)
+COLOURS = {"bf16": "#333333", "fp8": "#0072b2", "mxfp4": "#d55e00", "paper": "#009e73"}
 MORE_COLOURS = ("#999999", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#f0e442")  # with those above, Okabe and Ito's
 RULES = {"font.size": 9, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
          "grid.alpha": 0.3, "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8}
@@ -107,38 +123,114 @@ def read_run(folder):
     return json.loads((folder / "config.json").read_text())["config"], rows
 
 
+def read_arm(folder, config):
+    """The name of what a run trained: its precision, unless `loss` noted another."""
+    path = folder / "environment.json"
+    return json.loads(path.read_text()).get("arm", config["precision"]) if path.exists() else config["precision"]
+
+
 # ---- loss ----
 
 
 def loss(args, flags):
     """Trains in each precision from each seed, and compares the validation losses.
 
-    Any flag of train.py may follow. Leaves a folder a run, loss.csv and loss.png in --out. Run again, it does what is
-    missing: finished runs stay, one that was cut goes on.
+    Any flag of train.py may follow. Real text: --data=FOLDER takes every text file below it, --data='src/**/*.c' what a
+    pattern finds, --data=SHARDS what `python data.py --data=FOLDER --out=SHARDS` made, once. Of text the validation part is
+    drawn by the seed; of shards it is the same for all seeds, so make shards.
+
+    The precision `paper` is mxfp4 with SwiGLU's output in MXFP4 too, see the function `paper`.
+
+    Leaves in --out a folder a run, loss.csv, loss_summary.csv (mean deviation from bf16, paired by seed, with its 95 %
+    interval) and loss.png. Run again, the same command does what is missing: finished runs stay, one that was cut goes on.
+    --slice_minutes cuts it into portions, --runs=1/2 and --runs=2/2 share the runs between two processes, each with a
+    GPU of its own (CUDA_VISIBLE_DEVICES). A finished run's ckpt folder may be deleted.
     """
     usual = trainer.parse_flags(flags)
     seeds, precisions = args.seeds.split(","), args.precisions.split(",")
     if not all(seed.isdigit() for seed in seeds):
         raise ValueError(f"--seeds={args.seeds} is no comma list of whole numbers.")
-    if unknown := set(precisions) - set(trainer.RECIPES):
-        raise ValueError(f"--precisions: there is no {min(unknown)}; choose among {', '.join(trainer.RECIPES)}.")
+    if unknown := set(precisions) - set(ARMS):
+        raise ValueError(f"--precisions: there is no {min(unknown)}; choose among {', '.join(ARMS)}.")
+    if "paper" in precisions:
+        check_paper(usual.compute or "fp8", usual.recompute)
+    share = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", args.runs)
+    if not share or int(share[1]) > int(share[2]):
+        raise ValueError(f"--runs={args.runs}: give i/n, the i-th of n shares, 1/2 for example.")
     pyplot()  # rather missing now than after hours
     if taken := {word.partition("=")[0] for word in flags} & {"--precision", "--seed", "--out_dir", "--resume"}:
         raise ValueError(f"bench.py loss sets {min(taken)} itself: use --precisions, --seeds and --out.")
-    for seed in map(int, seeds):
-        for precision in precisions:
-            folder = args.out / f"{precision}-{seed}"
-            config = dataclasses.replace(usual, precision=precision, seed=seed, out_dir=str(folder), log_every=1,
-                                         resume="auto")
-            if not is_finished(folder, config):
-                print(f"---- {precision}, seed {seed} ----")
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / "environment.json").write_text(json.dumps(environment()))
-                if not trainer.main(config)["finished"]:
-                    raise KeyboardInterrupt
+    deadline = time.monotonic() + 60 * args.slice_minutes if args.slice_minutes else math.inf
+    runs = list(itertools.product(map(int, seeds), precisions))[int(share[1]) - 1 :: int(share[2])]
+    for done, (seed, precision) in enumerate(runs):
+        if not train_until(deadline, args.out / f"{precision}-{seed}", usual, precision, seed):
+            print(f"the slice of {args.slice_minutes:g} minutes is over, {done} of {len(runs)} runs are finished: the same"
+                  f" command goes on")
+            break
     rows = table(args.out)
-    print(summary(rows))
-    plot_runs([args.out / f"{row['precision']}-{row['seed']}" for row in rows], args.out / "loss.png")
+    if rows:
+        print(summary(rows, args.out))
+        plot_runs([args.out / f"{row['precision']}-{row['seed']}" for row in rows], args.out / "loss.png")
+
+
+def train_until(deadline, folder, usual, precision, seed):
+    """Trains one run, or what is left of it; False if the deadline came first. KeyboardInterrupt: a signal did."""
+    config = dataclasses.replace(usual, precision="mxfp4" if precision == "paper" else precision, seed=seed,
+                                 out_dir=str(folder), log_every=1, resume="auto")
+    if is_finished(folder, config):
+        return True
+    if time.monotonic() >= deadline:
+        return False
+    print(f"---- {precision}, seed {seed} ----")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "environment.json").write_text(json.dumps({"arm": precision} | environment()))
+
+    def train_step(*args):
+        result = one_step(*args)
+        if time.monotonic() >= deadline:  # the run saves, as it does when its time on a cluster is up
+            signal.raise_signal(signal.SIGTERM)
+        return result
+
+    one_step = trainer.train_step
+    with quant.replaced(trainer, train_step=train_step), paper() if precision == "paper" else contextlib.nullcontext():
+        finished = trainer.main(config)["finished"]
+    if not finished and time.monotonic() < deadline:
+        raise KeyboardInterrupt
+    return finished
+
+
+def check_paper(compute, recompute):
+    """ValueError where the arm `paper` would have nothing to keep: it is about an FP8 a, kept from forward."""
+    if compute != "fp8" or set(recompute.split(",")) & {"mlp", "moe"}:
+        raise ValueError("paper keeps SwiGLU's output, which FP8 GEMMs read: it goes neither with --compute=bf16 nor with"
+                         " --recompute of mlp or moe.")
+
+
+@contextlib.contextmanager
+def paper():
+    """Within it mxfp4 does what the FP4 paper does (arXiv 2603.02731) and this project does not: SwiGLU's output a, too,
+    is brought from FP8 to MXFP4; FC2 reads it decoded, and FC2's Wgrad reads those very codes, kept from forward, where
+    ours reads an a that is rebuilt from h. Without recomputing; numbers only: memory and time are not the paper's.
+
+    It holds for experts, shared expert and dense FFN. Not emulated: h stays in the format of --save_h (FP8, if not fp4);
+    inputs of dense linears and attention's output are our recipe's; the paper's column conversion, which leaves mantissas
+    unrounded where exponents underflow, is replaced by ours, exact here."""
+    forward, backward = quant._swiglu_forward, quant._swiglu_backward
+
+    def swiglu_forward(*args):
+        a, h = forward(*args)
+        if not isinstance(a, quant.Fp8):  # an evaluation with quantisation off
+            return a, h
+        a = quant.fp8_to_fp4(a)
+        return quant.fp4_to_fp8_rows(a), (h, a)
+
+    def swiglu_backward(da_M, kept, *args):
+        h, a = kept
+        dh_rows, dh_cols, _, dweights_TK = backward(da_M, h, *args)
+        return dh_rows, dh_cols, quant.fp4_to_fp8_cols(a), dweights_TK
+
+    with quant.replaced(quant, _swiglu_forward=swiglu_forward, _swiglu_backward=swiglu_backward):
+        yield
 
 
 def is_finished(folder, config):
@@ -164,31 +256,290 @@ def table(folder):
             continue
         config, log = read_run(path.parent)
         if is_done(config, log):
+            where = {name: value for name, value in json.loads(path.read_text()).items() if name != "arm"}
             tokens = config["seq_len"] * config["batch_size"] * config["grad_accum"]
             seconds = round(sum(tokens / row["tokens_per_s"] for row in log), 1)  # training alone, over all resumes
-            rows.append({name: config[name] for name in ("precision", "seed", "steps")} | {"seconds": seconds}
-                        | {name: log[-1][name] for name in ("val_loss", "val_loss_quantized")}
-                        | json.loads(path.read_text()))
-    with (folder / "loss.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+            rows.append({"precision": read_arm(path.parent, config), "seed": config["seed"], "steps": config["steps"],
+                         "seconds": seconds} | {name: log[-1][name] for name in ("val_loss", "val_loss_quantized")} | where)
+    write_table(folder / "loss.csv", COLUMNS, rows)
     return rows
 
 
-def summary(rows):
-    """A line a precision: mean validation loss over the seeds, and how far it lies from bf16's, seed by seed."""
+def write_table(path, columns, rows):
+    """A whole csv at once: another process may write the same one."""
+    part = path.with_suffix(f".{os.getpid()}")
+    with part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    part.replace(path)
+
+
+def summary(rows, folder):
+    """A line a precision, and a row of <folder>/loss_summary.csv: mean validation loss over the seeds, and how far it lies
+    from bf16's, seed by seed, with the mean's 95 % interval."""
     reference = {row["seed"]: row["val_loss"] for row in rows if row["precision"] == "bf16"}
-    lines = []
-    for precision in dict.fromkeys(row["precision"] for row in rows):
-        runs = [row for row in rows if row["precision"] == precision]
-        mean = statistics.mean(row["val_loss"] for row in runs)
-        line = f"{precision:6} val loss {mean:.4f}, mean of seeds {', '.join(str(row['seed']) for row in runs)}"
+    lines, summaries = [], []
+    for precision in sorted({row["precision"] for row in rows}, key=ARMS.index):
+        runs = sorted((row for row in rows if row["precision"] == precision), key=lambda row: row["seed"])
+        seeds = [row["seed"] for row in runs]
+        row = runs[0] | {"val_loss": statistics.mean(row["val_loss"] for row in runs), "seeds": " ".join(map(str, seeds))}
+        line = f"{precision:6} val loss {row['val_loss']:.4f}, mean of seeds {', '.join(map(str, seeds))}"
         off = [100 * (row["val_loss"] / reference[row["seed"]] - 1) for row in runs if row["seed"] in reference]
         if off and precision != "bf16":
-            line += f"; {statistics.mean(off):+.2f} % from bf16 (by seed: {', '.join(f'{x:+.2f}' for x in off)})"
+            mean, half = interval(off)
+            row |= {"percent_from_bf16": round(mean, 4), "percent_by_seed": " ".join(f"{x:.4f}" for x in off)}
+            line += f"; {mean:+.2f} % from bf16"
+            if half < math.inf:
+                row |= {"percent_low": round(mean - half, 4), "percent_high": round(mean + half, 4)}
+                line += f", 95 % interval {mean - half:+.2f} to {mean + half:+.2f}"
+            line += f" (by seed: {', '.join(f'{x:+.2f}' for x in off)})"
         lines.append(line)
+        summaries.append({name: row.get(name, "") for name in SUMMARY_COLUMNS})
+    write_table(folder / "loss_summary.csv", SUMMARY_COLUMNS, summaries)
     return "\n".join(lines)
+
+
+def interval(values):
+    """(mean, half the width of its 95 % interval) by Student's t; infinite for a single value."""
+    n, mean = len(values), statistics.fmean(values)
+    if n < 2:
+        return mean, math.inf
+    df, z = n - 1, 1.959964
+    t = T_975[df - 1] if df <= len(T_975) else z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+    return mean, t * statistics.stdev(values) / math.sqrt(n)
+
+
+# ---- error ----
+
+# A setting: a precision or `paper`, then what differs from it; | between values makes a setting of each
+SETTINGS = ("bf16; bf16 compute=fp8; bf16 save=fp8|fp4; bf16 save_h=fp8|fp4; bf16 wire=fp8|fp4|fp4-fp8; fp8; mxfp4;"
+            " mxfp4 compute=bf16; mxfp4 save=bf16|fp8; mxfp4 save_h=bf16|fp4; mxfp4 recompute=mlp,moe;"
+            " mxfp4 wire=bf16|fp8|fp4-fp8; mxfp4 rule=floor|ceil; paper; paper save_h=fp4")
+KINDS = {"router": r"\.router\.", "experts_fc1": r"\.experts\.w13", "experts_fc2": r"\.experts\.w2", "mla": r"\.attn\.w",
+         "dense": r"\.ffn\.(shared\.)?w", "other": ""}  # of weights, by name: the first that fits
+ERROR_COLUMNS = ("checkpoint", "precision", "seed", "step", "setting", "tokens", "val_loss", "percent_from_bf16",
+                 "percent_interval", "batches", *(f"{what}_{kind}" for kind in ("all", *KINDS) for what in ("cosine", "ratio")),
+                 "device", "torch", "triton", "commit", "date")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    recipe: quant.Recipe
+    rule: str = "even"
+    recompute: frozenset = frozenset()
+    paper: bool = False
+
+    @classmethod
+    def of(cls, text):
+        """From its words, "mxfp4 save_h=fp4 rule=ceil" for example. ValueError: they mean nothing."""
+        base, *words = text.split()
+        changes = dict(word.partition("=")[::2] for word in words)
+        recompute = frozenset(changes.pop("recompute", "none").split(",")) - {"none"}
+        rule = changes.pop("rule", "even")
+        known = {f.name for f in dataclasses.fields(quant.Recipe)}
+        if (base not in ARMS or set(changes) - known or rule not in ("even", "floor", "ceil")
+                or recompute - set(model.RECOMPUTE_SCOPES)):
+            raise ValueError(f"--settings: {text!r} is none: give one of {', '.join(ARMS)}, then any of"
+                             f" {', '.join(sorted(known))}, rule=even|floor|ceil and recompute=SCOPE,SCOPE.")
+        recipe = dataclasses.replace(RECIPES["mxfp4" if base == "paper" else base], **changes)
+        if base == "paper":
+            check_paper(recipe.compute, ",".join(recompute))
+        return cls(recipe, rule, recompute, base == "paper")
+
+    @property
+    def forward(self):
+        """What of it the forward pass depends on."""
+        return dataclasses.replace(self, recipe=dataclasses.replace(self.recipe, save="bf16", save_h="bf16"),
+                                   recompute=frozenset())
+
+    @contextlib.contextmanager
+    def on(self, net):
+        """The model computes so for a while."""
+        before = net.recipe, net.recompute
+        net.recipe, net.recompute = self.recipe, self.recompute
+        try:
+            with mx_rule(self.rule), paper() if self.paper else contextlib.nullcontext():
+                yield
+        finally:
+            net.recipe, net.recompute = before
+
+
+def settings_of(text):
+    """{its words: Setting} of a list with ; between settings and | between values."""
+    listed = {}
+    for one in filter(None, map(str.strip, text.split(";"))):
+        choices = [[f"{name}={value}" for value in values.split("|")] if values else [name]
+                   for name, _, values in (word.partition("=") for word in one.split())]
+        for words in itertools.product(*choices):
+            listed[" ".join(words)] = Setting.of(" ".join(words))
+    return listed
+
+
+@contextlib.contextmanager
+def mx_rule(rule):
+    """Within it what becomes MXFP4 from BF16 gets its block scales by this rule. On a GPU the kernels that know `even` only
+    leave MXFP4 to one that knows all rules. FP8 -> MXFP4 (wire=fp8 with save=fp4, and a in `paper`) stays `even`."""
+    if rule == "even":
+        yield
+        return
+    rows, forward = functools.partial(quant.quantize_fp4_rows, rule=rule), quant._swiglu_forward
+
+    def both(x):
+        return quant.quantize_fp8_rows(x), rows(x)
+
+    def swiglu_forward(h_M, weights_TK, groups, recipe):
+        if recipe.save_h != "fp4" or not quant._fuses(h_M.shape[1] // 2, h_M, recipe):
+            return forward(h_M, weights_TK, groups, recipe)
+        a, _ = forward(h_M, weights_TK, groups, dataclasses.replace(recipe, save_h="bf16"))
+        h_P = h_M[groups.row_P]
+        return a, rows(F.pad(h_P, (0, 0, 0, groups.num_pairs - len(h_P))))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(quant.replaced(quant, quantize_fp4_rows=rows, quantize_fp8_fp4_rows=both,
+                                           _swiglu_forward=swiglu_forward))
+        if getattr(quant, "kernels", None) is not None:
+            norm = quant.kernels.rms_norm
+
+            def rms_norm(x, weight, eps, bf16=True, fp8=False, fp4=False):
+                y, *codes = norm(x, weight, eps, bf16, fp8)
+                return y, *codes[:2], *(rows(y) if fp4 else (None, None))
+
+            stack.enter_context(quant.replaced(quant.kernels, rms_norm=rms_norm))
+        yield
+
+
+def error(args, flags):
+    """At the weights of checkpoints: what each setting does to the validation loss and to gradients, against bf16.
+
+    The loss is that of the same --tokens validation tokens (all, where there are fewer), its deviation with the 95 % interval
+    over batches; gradients are those of --batches validation batches: cosine with bf16's and ratio of norms, mean over the
+    batches, for all weights and by kind. Flags of train.py (--data, --batch_size, --device ...) change the checkpoint's own
+    settings. A setting is a precision and what differs, values with | between them, settings with ; between them:
+    --settings='mxfp4 compute=bf16|fp8 save_h=fp8|fp4 wire=bf16|fp4|fp4-fp8 rule=even|floor|ceil' is a whole grid.
+
+    One row a setting in --out, results/<card>/error.csv if not given. Run again, it does what is missing: a row of the same
+    checkpoint, setting, tokens, batches and commit stays.
+    """
+    settings, where = settings_of(args.settings), environment()
+    out = args.out or Path("results", card_name(where), "error.csv")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    key = ("checkpoint", "setting", "tokens", "batches", "commit")
+    rows = list(csv.DictReader(out.open(newline=""))) if out.exists() else []
+    if rows and tuple(rows[0]) != ERROR_COLUMNS:
+        raise ValueError(f"{out} has other columns: choose another --out.")
+    ready = {tuple(row[name] for name in key) for row in rows}
+    with out.open("a", newline="") as file:
+        writer = csv.DictWriter(file, ERROR_COLUMNS)
+        if not rows:
+            writer.writeheader()
+        for checkpoint in args.checkpoint:
+            net, batches, facts = fixed_weights(checkpoint, flags, args.tokens)
+            for setting in settings.values():
+                model.check_recipe(net.config, setting.recipe)
+            facts |= {"tokens": sum(int((targets != -100).sum()) for _, targets in batches), "batches": args.batches}
+            if facts["tokens"] < args.tokens:
+                print(f"{checkpoint}: the validation text has {facts['tokens']} tokens, fewer than {args.tokens}")
+            if len(batches) < args.batches:
+                raise ValueError(f"{checkpoint}: the validation text makes {len(batches)} batches, --batches={args.batches} are"
+                                 f" wanted.")
+            known = lambda name: tuple(str((facts | where | {"setting": name})[column]) for column in key) in ready
+            missing = {name: setting for name, setting in settings.items() if not known(name)}
+            for row in error_rows(net, batches, missing, args.batches, str(checkpoint)):
+                tqdm.write(error_line(row))
+                writer.writerow(facts | row | where)
+                file.flush()
+            print(f"{facts['checkpoint']}: settings by the cosine of their gradients")
+            same = {name: str((facts | where)[name]) for name in key if name != "setting"}
+            for row in sorted(csv.DictReader(out.open(newline="")), key=lambda row: -float(row["cosine_all"])):
+                if row["setting"] in settings and same.items() <= row.items():
+                    print(error_line(row))
+    print(f"wrote {out}")
+
+
+def fixed_weights(checkpoint, flags, tokens):
+    """(model with the checkpoint's weights, validation batches of at least so many tokens if there are, what a row says)."""
+    checkpoint = trainer.find_checkpoint(checkpoint)
+    notes = trainer.read_notes(checkpoint)
+    known = {f.name for f in dataclasses.fields(trainer.Config)} - {"model", "resume", "init_from", "out_dir"}
+    words = [f"--{name}={value}" for name, value in notes["config"].items() if name in known]
+    config = trainer.parse_flags(words + flags)
+    device, dtype = trainer.check_device(config, RECIPES["mxfp4"])
+    net = model.Model(notes["model"]).to(device)
+    trainer.load_checkpoint(checkpoint, {"model": net.state_dict()})
+    net.dtype = dtype
+    encoding = data.tokenizer(notes["tokenizer"])
+    _, batches = data.open_data(config.data, encoding, config.seed, config.seq_len, config.batch_size,
+                                -(-tokens // config.seq_len))
+    facts = {"checkpoint": checkpoint.as_posix(), "precision": config.precision, "seed": config.seed, "step": notes["step"]}
+    return net, [tuple(t.to(device) for t in batch) for batch in batches], facts
+
+
+def error_rows(net, batches, settings, num_batches, title):
+    """A row a setting; what of forward is the same in two settings is computed once."""
+    losses, counts = {}, [int((targets != -100).sum()) for _, targets in batches]
+    bf16 = Setting(RECIPES["bf16"])
+    steps = (len({bf16, *(setting.forward for setting in settings.values())}) * len(batches) + len(settings) * num_batches)
+    with tqdm(total=steps * bool(settings), desc=title, unit="batch", mininterval=0.1 if sys.stderr.isatty() else 10) as bar:
+        for name, setting in settings.items():
+            for each in (bf16, setting.forward):
+                if each not in losses:
+                    losses[each] = batch_losses(net, batches, each, bar)
+            mine, theirs = losses[setting.forward], losses[bf16]
+            mean = sum(theirs) / sum(counts)
+            row = {"setting": name, "val_loss": sum(mine) / sum(counts),
+                   "percent_from_bf16": 100 * (sum(mine) / sum(theirs) - 1),
+                   "percent_interval": interval([100 * (a - b) / n / mean for a, b, n in zip(mine, theirs, counts)])[1]}
+            yield row | gradient_errors(net, batches[:num_batches], setting, bar)
+
+
+@torch.no_grad()
+def batch_losses(net, batches, setting, bar):
+    """The summed cross entropy of each batch."""
+    net.eval()
+    with setting.on(net):
+        sums = []
+        for tokens_BS, targets_BS in batches:
+            sums.append(net(tokens_BS, targets_BS, 1)[1].double())
+            bar.update()
+    return torch.stack(sums).tolist()
+
+
+def gradient_errors(net, batches, setting, bar):
+    """Cosine with bf16's gradient and ratio of norms, by kind of weight and for all, mean over batches."""
+    sums = {}
+    for batch in batches:
+        wanted, got = gradients_of(net, batch, Setting(RECIPES["bf16"])), gradients_of(net, batch, setting)
+        products = {}  # by kind: <wanted, got>, |wanted|^2, |got|^2
+        for name, g in wanted.items():
+            parts = torch.stack([(a.double() * b.double()).sum() for a, b in ((g, got[name]), (g, g), (got[name], got[name]))])
+            for kind in (next(kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "all"):
+                products[kind] = products.get(kind, 0) + parts
+        for kind, parts in products.items():
+            product, theirs, ours = parts.tolist()
+            sums.setdefault(f"cosine_{kind}", []).append(product / math.sqrt(theirs * ours) if theirs * ours else math.nan)
+            sums.setdefault(f"ratio_{kind}", []).append(math.sqrt(ours / theirs) if theirs else math.nan)
+        bar.update()
+    return {name: round(statistics.fmean(values), 7) for name, values in sums.items()}
+
+
+def gradients_of(net, batch, setting):
+    """{name: gradient} of the training loss of one batch."""
+    net.train()
+    with setting.on(net):
+        net(*batch)[1].backward()
+    net.update_balance(False)  # clears the loads that were counted
+    grads = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    net.zero_grad()
+    return grads
+
+
+def error_line(row):
+    """A row in words; of kinds the one whose gradient turns farthest."""
+    cosines = {kind: float(row[f"cosine_{kind}"]) for kind in KINDS if row.get(f"cosine_{kind}")}
+    worst = min(cosines, key=cosines.get)
+    return (f"{row['setting']:34} loss {float(row['percent_from_bf16']):+.4f} % ± {float(row['percent_interval']):.4f}, gradient"
+            f" cosine {float(row['cosine_all']):.5f}, norm x {float(row['ratio_all']):.4f}; worst {worst} {cosines[worst]:.5f}")
 
 
 # ---- plot ----
@@ -214,6 +565,7 @@ def plot_runs(folders, path):
     """Three panels: training loss (running mean), validation loss, and training loss against bf16 of the same seed."""
     plt = pyplot()
     runs = [(str(folder), *read_run(folder)) for folder in folders]
+    runs = [(name, config | {"precision": read_arm(Path(name), config)}, rows) for name, config, rows in runs]
     curves = {name: running_mean(rows) for name, _, rows in runs}
     reference = {config["seed"]: curves[name] for name, config, _ in runs if config["precision"] == "bf16"}
     with plt.rc_context(RULES):
@@ -516,8 +868,7 @@ def results_file(out, name, columns, on_cpu=False):
     if not torch.cuda.is_available() and not on_cpu:
         raise ValueError(f"bench.py {name} needs a GPU.")
     where = environment()
-    card = re.sub(r"^nvidia[ -]*|[^a-z0-9]+", "", where["device"].lower()) or "gpu" if torch.cuda.is_available() else "cpu"
-    out = out or Path("results", card, f"{name}.csv")
+    out = out or Path("results", card_name(where), f"{name}.csv")
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_suffix(".part")  # a run that is cut leaves the last table as it was
     with part.open("w", newline="") as file:
@@ -526,6 +877,11 @@ def results_file(out, name, columns, on_cpu=False):
         yield where, writer.writerow
     part.replace(out)
     print(f"wrote {out}")
+
+
+def card_name(where):
+    """The folder of results on this device."""
+    return re.sub(r"^nvidia[ -]*|[^a-z0-9]+", "", where["device"].lower()) or "gpu" if torch.cuda.is_available() else "cpu"
 
 
 def copy_speed():
@@ -1698,14 +2054,22 @@ def main(words):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tables = {kernels: SHAPES, gemm: GEMM_SHAPES, layer: LAYER_SHAPES, train: SLICES, comm: COMM_SHAPES}
-    for work in (loss, plot, kernels, gemm, layer, train, comm, plan):
+    for work in (loss, error, plot, kernels, gemm, layer, train, comm, plan):
         command = commands.add_parser(work.__name__, help=work.__doc__.partition("\n")[0], description=work.__doc__,
                                       allow_abbrev=False)
         command.set_defaults(work=work)
         if work is loss:
-            command.add_argument("--precisions", default="bf16,fp8,mxfp4", help="comma list [bf16,fp8,mxfp4]")
+            command.add_argument("--precisions", default="bf16,fp8,mxfp4", help="comma list, paper too [bf16,fp8,mxfp4]")
             command.add_argument("--seeds", default="0,1", help="comma list [0,1]")
             command.add_argument("--out", type=Path, default=Path("out/loss"), help="folder of all runs [out/loss]")
+            command.add_argument("--slice_minutes", type=float, default=0, help="stop, saved, after so many; 0: never [0]")
+            command.add_argument("--runs", default="1/1", help="i/n: the i-th of n shares of the runs [1/1]")
+        elif work is error:
+            command.add_argument("checkpoint", type=Path, nargs="+", help="<out_dir>/ckpt/<step>, or an <out_dir>")
+            command.add_argument("--settings", default=SETTINGS, help=f"[{SETTINGS}]".replace("%", "%%"))
+            command.add_argument("--tokens", type=int, default=4_000_000, help="of validation [4000000]")
+            command.add_argument("--batches", type=int, default=16, help="whose gradients are compared [16]")
+            command.add_argument("--out", type=Path, help="the table [results/<card>/error.csv]")
         elif work in tables:
             shapes = ",".join(name for name in tables[work] if name != "tiny")  # that is for tests
             command.add_argument("--shapes", default=shapes, help=f"comma list [{shapes}]")
@@ -1737,5 +2101,5 @@ if __name__ == "__main__":
         print("bench.py:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("bench.py: stopped; `loss` goes on where it was, the others begin again", file=sys.stderr)
+        print("bench.py: stopped; `loss` and `error` go on where they were, the others begin again", file=sys.stderr)
         sys.exit(130)

@@ -38,9 +38,11 @@ P real token-expert pairs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
+import sys
 from dataclasses import dataclass, fields
 from typing import Callable, NamedTuple
 
@@ -1201,3 +1203,175 @@ def logit_gradients(logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss: 
     valid_T = targets_T != -100
     d.scatter_add_(1, targets_T.clamp(min=0)[:, None], -valid_T.to(d.dtype)[:, None])
     return (d * (dloss * valid_T)[:, None]).to(logits_TV.dtype)
+
+
+# -----------------------------------------------------------------------------
+# diagnostics: what quantisation does to each tensor. Nothing above knows of it, so nothing is spent where it is not asked for
+
+@contextlib.contextmanager
+def replaced(owner, **functions):
+    """Functions of a module, or static methods of a class, replaced for a while."""
+    before = {name: vars(owner)[name] for name in functions}
+    try:
+        for name, f in functions.items():
+            setattr(owner, name, staticmethod(f) if isinstance(owner, type) else f)
+        yield
+    finally:
+        for name, f in before.items():
+            setattr(owner, name, f)
+
+
+class Diagnosis:
+    """Inside `watching`, of each tensor that is quantised: signal-to-noise, nonzero values that became zero, and values beyond
+    the largest code; of MXFP4, 1x128 and 128x128 tiles whose block exponents spread by more than 14, where FP8 stops being
+    exact; of FP8 rows turned into cols, codes that the shift rounds to zero.
+
+    names: {data_ptr: name} of weights. A tensor is called "<weight> x" (a norm's output by the norm's weight), "dy", "weight",
+    and of a feed-forward layer "a", "h", "dh"; "wire" is what travels to or from experts. Those of one name are added up.
+    Fused kernels do not let go of what they quantise, so meanwhile norms and SwiGLU run unfused: slower, and rounded alike."""
+
+    def __init__(self, names: dict[int, str] | None = None):
+        self.names, self.labels, self.sums, self.inside, self.turning = names or {}, [], {}, False, False
+
+    @contextlib.contextmanager
+    def watching(self):
+        here, unfused = globals(), lambda *_: False
+        quantisers = {name: self._quantiser(name, here[name]) for name in (
+            "quantize_fp8_rows", "quantize_fp4_rows", "quantize_fp8_fp4_rows", "quantize_fp8_rows_and_cols",
+            "quantize_fp8_blocks", "quantize_fp8_weight", "fp8_to_fp4")}
+        of_weight = lambda x, weight, *_: f"{self.name(weight)} x"
+        named = {"rms_norm": of_weight, "linear": of_weight,
+                 "narrow": lambda *_: f"{self.layer} h" if self.labels else "experts x"}
+        named = {name: self._labelled(here[name], label) for name, label in named.items()}
+        swiglu = {"_swiglu_forward": self._labelled(self._without_padding(_swiglu_forward), lambda *_: f"{self.layer} a"),
+                  "_swiglu_backward": self._labelled(self._without_padding(_swiglu_backward), lambda *_: iter(
+                      [f"{self.layer} {part}" for part in ("dh", "dh cols", "a cols")]))}
+        cols = {name: self._turned(name, here[name]) for name in ("_cols", "_fan_out_cols", "_fan_out_both")}
+        layer = lambda w13: self.name(w13).removesuffix(".w13")
+        new_epoch()  # so that weights are quantised here
+        with contextlib.ExitStack() as stack:
+            enter = lambda owner, **functions: stack.enter_context(replaced(owner, **functions))
+            enter(_Linear, backward=self._labelled(_Linear.backward, lambda ctx, _: f"{self.name(_saved(ctx)[0])} dy"))
+            enter(_SwiGLU, forward=self._labelled(_SwiGLU.forward, lambda _, x, p, w13, *__: f"{layer(w13)} x"),
+                  backward=self._labelled(_SwiGLU.backward, lambda ctx, _: f"{layer(_saved(ctx)[1])} dy"))
+            enter(sys.modules[__name__], **quantisers, **named, **swiglu, **cols, _fuses=unfused, _norm_fuses=unfused)
+            yield self
+
+    def name(self, weight: Tensor) -> str:
+        return self.names.get(weight.data_ptr(), "linear" if weight.dim() == 2 else "norm" if weight.dim() == 1 else "experts")
+
+    @property
+    def layer(self) -> str:
+        """The tensor quantised now, less its last word: which layer that is in."""
+        return self.labels[-1].rpartition(" ")[0]
+
+    def _labelled(self, f, label):
+        def labelled(*args, **options):
+            self.labels.append(label(*args))
+            try:
+                return f(*args, **options)
+            finally:
+                self.labels.pop()
+
+        return labelled
+
+    def _without_padding(self, swiglu):
+        """On a GPU rows without a pair may hold anything; they are no part of a tensor."""
+        def without_padding(x_M, *args):
+            padding_M = next(groups for groups in args if isinstance(groups, Groups)).pair_M < 0
+            return swiglu(x_M.masked_fill(padding_M[:, None], 0), *args)
+
+        return without_padding
+
+    def _quantiser(self, name, f):
+        def quantiser(x, *args, **options):
+            if self.inside:
+                return f(x, *args, **options)
+            self.inside = True
+            try:
+                result = f(x, *args, **options)
+            finally:
+                self.inside = False
+            label = self.labels[-1] if self.labels else "wire"
+            if name == "quantize_fp8_weight":
+                label, made = f"{self.name(x)} weight", result[:1]  # the other is its transpose
+            else:
+                label, made = label if isinstance(label, str) else next(label), result
+            values = x if isinstance(x, Tensor) else dequantize(x)
+            if name == "quantize_fp8_rows_and_cols":
+                self.compare(f"{label} cols", values.t(), result[1])
+                made = result[:1]
+            for q in [made] if isinstance(made, Fp8 | Fp4) else made:
+                self.compare(label, values, q)
+            return result
+
+        return quantiser
+
+    def _turned(self, name, f):
+        """Of rows that become cols after f has fanned them out."""
+        def turned(q, *args):
+            outermost = not self.turning and args[-1] == "fp8"
+            self.turning |= outermost
+            if outermost and name != "_fan_out_both":
+                self.labels.append(f"{self.layer} x")
+            try:
+                if outermost and not isinstance(q, Tensor):
+                    groups = args[0] if isinstance(args[0], Groups) else None
+                    self.turn(f"{self.labels[-1]} cols", q if groups is None or groups.dense else _gather(q, _token(groups)))
+                return f(q, *args)
+            finally:
+                if outermost and name != "_fan_out_both":
+                    self.labels.pop()
+                self.turning &= not outermost
+
+        return turned
+
+    def add(self, name: str, **numbers: Tensor | int):
+        sums = self.sums.setdefault(name, {})
+        for key, number in numbers.items():
+            sums[key] = sums.get(key, 0) + number
+
+    @torch.no_grad()
+    def compare(self, label: str, x: Tensor, q: Fp8 | Fp4):
+        """x and the codes that were made of it."""
+        x, y = x.float(), dequantize(q)
+        if isinstance(q, Fp4):
+            top = (torch.stack([q.data & 7, q.data >> 4 & 7], -1).flatten(-2)) == 7
+            self.spread(f"{label}, fp4", _tiles(q.scale.int(), TILE // BLOCK), (-1,), "row_tiles")
+        else:
+            top = (q.data.view(torch.uint8) & 0x7F) == 0x7E
+        self.add(f"{label}, {'fp4' if isinstance(q, Fp4) else 'fp8'}", signal=x.square().sum(dtype=torch.float64),
+                 noise=(x - y).square().sum(dtype=torch.float64), nonzero=(x != 0).sum(),
+                 zero=((x != 0) & (y == 0)).sum(), saturated=(top & (x.abs() > y.abs())).sum())
+
+    @torch.no_grad()
+    def turn(self, label: str, q: Fp8 | Fp4):
+        """Rows of which one scale a 128x128 tile is made."""
+        if isinstance(q, Fp4):
+            tiles = _tiles(_tiles(q.scale.int(), TILE // BLOCK), TILE, -3)
+            return self.spread(f"{label}, fp4", tiles, (-3, -1), "tiles")
+        e = _exponent(q.scale)
+        top = (_tiles(e + 127, TILE, -2).amax(-2) - 127).repeat_interleave(TILE, 0)[:len(e)]
+        shift = (e - top).clamp(min=-126).repeat_interleave(TILE, 1)[:, :q.data.shape[1]]
+        value = _decode_fp8(q.data).abs()
+        lost = (value > 0) & (value * _pow2(shift) <= 2.0 ** -10)  # half the least code; a tie goes to zero
+        self.add(f"{label}, fp8", codes=(value > 0).sum(), shifted_to_zero=lost.sum())
+
+    def spread(self, label: str, bytes_: Tensor, dims: tuple[int, ...], what: str):
+        """Counts tiles, and those whose block exponents spread by more than 14; blocks of zeros have none, nor has NaN."""
+        top, least = bytes_.amax(dims), bytes_.masked_fill(bytes_ == 0, 255).amin(dims)
+        self.add(label, **{what: (top > 0).sum(), f"wide_{what}": ((top - least > 14) & (top < 255)).sum()})
+
+    def report(self) -> dict[str, dict[str, float | None]]:
+        """By tensor and format: snr_db (None: exact, or not finite), and the shares `zero` and `saturated` of nonzero values,
+        `wide_row_tiles` and `wide_tiles` of tiles, `shifted_to_zero` of nonzero codes."""
+        table, share_of = {}, {"zero": "nonzero", "saturated": "nonzero", "wide_row_tiles": "row_tiles", "wide_tiles": "tiles",
+                               "shifted_to_zero": "codes"}
+        for name, sums in self.sums.items():
+            sums = {key: float(number) for key, number in sums.items()}
+            row = table[name] = {}
+            if "noise" in sums:
+                ratio = sums["signal"] / sums["noise"] if sums["noise"] else 0.0
+                row["snr_db"] = 10 * math.log10(ratio) if 0 < ratio < math.inf else None
+            row |= {key: sums[key] / max(sums[whole], 1) for key, whole in share_of.items() if key in sums}
+        return table

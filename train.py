@@ -112,6 +112,7 @@ class Config:
     eval_every: int = 100  # steps between evaluations; 0: only after the last step
     eval_steps: int = 10  # validation batches (batch_size sequences each), over all ranks
     save_every: int = 100  # steps between checkpoints; 0: only after the last step
+    diagnose: bool = False  # at each evaluation, what quantisation does to each tensor, into out_dir/diagnose.jsonl
     log_every: int = 1  # steps between rows of log.jsonl; evaluations and skipped steps always have one
     out_dir: str = "out"  # receives log.jsonl, config.json, ckpt/
     resume: str = ""  # auto (newest checkpoint in out_dir, if any) or a checkpoint folder
@@ -929,6 +930,35 @@ def evaluate(run, config):
     return {"val_loss": losses[RECIPES["bf16"]], "val_loss_quantized": losses[trained_with]}
 
 
+def diagnose(run, config):
+    """What quantisation does to each tensor (quant.Diagnosis) in a forward and backward of the first validation batch,
+    as rank 0 sees it: a row of diagnose.jsonl and a line. Weights, moments, biases and the order of data stay."""
+    names = {local(p).data_ptr(): re.sub(r"layers\.\d+\.", "", name) for name, p in run.net.named_parameters()}
+    tokens_BS, targets_BS = run.val_batches[0]
+    with quant.Diagnosis(names).watching() as diagnosis:
+        run.net(tokens_BS.to(run.device), targets_BS.to(run.device))[1].backward()
+    run.optimizer.zero_grad()
+    run.net.update_balance(False)  # clears the loads that were counted
+    report = diagnosis.report()
+    row = {"step": run.counts["step"], "tensors": report}
+    together(add_to_log, Path(config.out_dir, "diagnose.jsonl"), row, here=rank() == 0)
+    say(f"diagnosis of step {run.counts['step']}: {in_a_line(report) or 'nothing is quantised'}")
+
+
+def in_a_line(report):
+    """Of each measure the worst tensor."""
+    words = {"snr_db": "lowest signal-to-noise {:.1f} dB", "zero": "most zeros {:.2%}",
+             "saturated": "most saturated {:.2%}", "wide_row_tiles": "1x128 tiles with spread > 14 {:.2%}",
+             "wide_tiles": "128x128 tiles with spread > 14 {:.2%}", "shifted_to_zero": "codes shifted to zero {:.2%}"}
+    parts = []
+    for key, text in words.items():
+        values = {name: row[key] for name, row in report.items() if row.get(key) is not None}
+        if values:
+            worst = (min if key == "snr_db" else max)(values, key=values.get)
+            parts.append(text.format(values[worst]) + f" ({worst})" * (values[worst] != 0))
+    return "; ".join(parts)
+
+
 def to_text(encoding, ids):
     def token(i):
         try:
@@ -960,15 +990,14 @@ def peak_gib(device):
 
 
 def begin_log(path, run):
-    """config.json, and log.jsonl less the rows past the run's step: a killed run logged what is now done again."""
+    """config.json, and the logs less the rows past the run's step: a killed run logged what is now done again."""
     def is_past(line):
         try:
             return json.loads(line)["step"] > run.counts["step"]
         except (ValueError, TypeError, KeyError):  # torn by a kill
             return True
 
-    with writing(path.parent):
-        path.with_name("config.json").write_text(json.dumps(run.origin, indent=1))
+    def cut_off(path):
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         if run.counts["step"] == 0 and lines:
             path.rename(path.with_suffix(".old"))
@@ -976,6 +1005,12 @@ def begin_log(path, run):
         shorter = path.with_suffix(".tmp")
         shorter.write_text("".join(f"{line}\n" for line in lines if not is_past(line)))
         shorter.rename(path)
+
+    with writing(path.parent):
+        path.with_name("config.json").write_text(json.dumps(run.origin, indent=1))
+        cut_off(path)
+        if (diagnoses := path.with_name("diagnose.jsonl")).exists():
+            cut_off(diagnoses)
 
 
 def add_to_log(path, row):
@@ -1162,6 +1197,8 @@ def train(run, config):
             due = {name for name, n in every.items() if last or n > 0 and counts["step"] % n == 0}
             if "eval" in due:
                 row |= evaluate(run, config)
+                if config.diagnose:
+                    diagnose(run, config)
             if due & {"log", "eval"} or "skipped" in row:
                 together(add_to_log, log, row, here=rank() == 0)
             bar.set_postfix_str(status(row, counts), refresh=False)
