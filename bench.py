@@ -1948,7 +1948,8 @@ def gemm_rate(kind, shape, wgrad):
 
 def published():
     """The published numbers beside predictions."""
-    heads = "".join(f"{what:>{24 if i else 20}}" for i, what in enumerate(("published", "its recipe, predicted", "ours, predicted")))
+    titles = "published", "its recipe, predicted", "ours, predicted"
+    heads = "".join(f"{title:>{24 if i else 20}}" for i, title in enumerate(titles))
     lines = [ASSUMED, f"{'':26}{heads}", f"{'':26}{'tok/GPU/s':>12}{'80 GB':>8}" + f"{'tok/GPU/s':>16}{'80 GB':>8}" * 2]
     for name, ep, precision, scopes, speed, share in PUBLISHED:
         theirs = published_layout(ep, precision, scopes)
