@@ -18,30 +18,11 @@ import bench
 import quant
 import train
 from model import Model, ModelConfig
+from test_train import small, text  # fixtures
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 MICRO = dict(n_layers=2, n_dense=1, hidden=128, dense_width=128, n_heads=1, nope_dim=16, rope_dim=16, v_dim=32,
              q_lora=32, kv_lora=32, n_experts=4, top_k=2, expert_width=64, max_seq_len=64)
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setattr(train, "SAMPLE_TOKENS", 4)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(40):
-        lines = (f"def f{i * j % 97}(x): return x * {i} + {j}  # {'abcdefgh'[(i + j) % 8] * 3}\n" for j in range(16))
-        (folder / f"{i:02}.py").write_text("".join(lines))
-    return str(folder)
 
 
 @pytest.fixture
