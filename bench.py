@@ -1474,23 +1474,22 @@ class Plan:
     def dispatch(self, x, ids, weights, *_):
         weights_NK = Weigh.apply(weights, self)
         payload = x.format(x.recipe.dispatch) if x.recipe.dispatch != "bf16" else None
-        arrived = payload and type(payload)(*(t[self.token_N] for t in as_bytes(payload)))
-        if arrived and arrived.data.dtype != payload.data.dtype:
-            arrived = arrived._replace(data=arrived.data.view(payload.data.dtype))
         x_NH = Arrive.apply(x.x, self, payload is None)
-        return model.Received(x_NH, self.ids_NK, weights_NK, arrived, x.recipe, self.num_pairs)
+        return model.Received(x_NH, self.ids_NK, weights_NK, payload and rows_of(payload, self.token_N), x.recipe, self.num_pairs)
 
     def combine(self, y, received, beside=None):
         y = Return.apply(y, self, received.payload is None)
         return y + beside() if beside is not None else y
 
 
-def as_bytes(q):
-    """Data and scales, FP8 codes as bytes, which torch can index."""
-    return q._replace(data=q.data.view(torch.uint8))
+def rows_of(q, index):
+    """Rows of Fp8 or Fp4; FP8 codes as bytes, which torch can index."""
+    return type(q)(q.data.view(torch.uint8)[index].view(q.data.dtype), q.scale[index])
 
 
 class Weigh(torch.autograd.Function):
+    """Gate weights of each message's experts [N, K]."""
+
     @staticmethod
     def forward(ctx, weights, plan):
         ctx.plan = plan
@@ -1502,6 +1501,8 @@ class Weigh(torch.autograd.Function):
 
 
 class Arrive(torch.autograd.Function):
+    """x of each message, or where its bits are the payload, what carries the gradient; backward adds up what comes home."""
+
     @staticmethod
     def forward(ctx, x, plan, in_full):
         ctx.plan = plan
@@ -1509,29 +1510,24 @@ class Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
-        return kernels_module().sum_rows(dx, ctx.plan.row_TK), None, None
+        return quant.sum_rows(dx, ctx.plan.row_TK), None, None
 
 
 class Return(torch.autograd.Function):
+    """Experts' sums added up at home; backward sends dy to each, in FP8 unless in_full."""
+
     @staticmethod
     def forward(ctx, y, plan, in_full):
         ctx.plan, ctx.in_full = plan, in_full
-        return kernels_module().sum_rows(y, plan.row_TK)
+        return quant.sum_rows(y, plan.row_TK)
 
     @staticmethod
     def backward(ctx, dy):
         token_N = ctx.plan.token_N
         if ctx.in_full:
             return dy[token_N], None, None
-        q = as_bytes(quant.quantize_fp8_rows(dy))
-        wire = quant.Fp8(q.data[token_N].view(torch.float8_e4m3fn), q.scale[token_N])
+        wire = rows_of(quant.quantize_fp8_rows(dy), token_N)
         return quant.carrier(dy[:1].expand(len(token_N), -1), wire), None, None
-
-
-def kernels_module():
-    import kernels
-
-    return kernels
 
 
 def slice_rows(part, scope, rounds):

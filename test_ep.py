@@ -246,18 +246,6 @@ def check_uneven_counts_case_10(recipe, rounds):
     assert counts == [5] * rounds and on_all(counts) == [counts] * dist.get_world_size()
 
 
-class Identity(torch.autograd.Function):
-    """An expert of a user's own: reads the bits, hands the gradient to the tensor that carries it."""
-
-    @staticmethod
-    def forward(ctx, carrier, payload):
-        return carrier.clone() if payload is None else quant.dequantize(payload, carrier.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None
-
-
 def check_identity_experts_case_17(wire):
     """x's gradient of sum(y) is the token's sum of weights, exactly; a weight's is the sum of what its expert read."""
     recipe, x = Recipe(wire=wire), torch.randn(16, 256, requires_grad=True)
@@ -265,7 +253,7 @@ def check_identity_experts_case_17(wire):
     weights = torch.tensor([[0.75, 0.5]]).repeat(16, 1).requires_grad_()
     got = dispatch(quant.quantize(x, recipe, wire=recipe.dispatch), ids, weights, world(), 8)
     here = (got.weights * (got.ids >= 0)).sum(1, keepdim=True)
-    y = combine(Identity.apply(got.x, got.payload) * here, got)
+    y = combine(test_model.Payload.apply(got.x, got.payload) * here, got)
     y.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 1.25))
     rows = quant.quantize(x.detach(), recipe, wire=recipe.dispatch).format(recipe.dispatch)

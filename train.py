@@ -9,7 +9,7 @@ What a step computes
 --------------------
 A step has ranks x grad_accum micro-batches, and its loss is the mean over all their tokens. So each micro-batch's loss
 is divided by the *global* number of valid tokens before backward, and what follows are plain sums: over micro-batches
-(.grad accumulates) and over ranks (one all-reduce). A mean of means would let a short batch weigh as much as a full
+(.grad accumulates) and over ranks (see Many ranks). A mean of means would let a short batch weigh as much as a full
 one. The loss reported is next-token cross entropy in nats; what backward differentiates adds balance and MTP terms.
 
 A step whose loss or gradient norm is not finite is skipped by all ranks: weights, moments and balance bias stay as they
