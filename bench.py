@@ -1354,6 +1354,8 @@ def train(args, flags):
             torch.cuda.set_per_process_memory_fraction(min(args.memory_gb * 1e9 / torch.cuda.mem_get_info()[1], 1.0))
         for name in names:
             part = Slice(name, args.layers, args.in_flight)
+            gc.collect()
+            gc.freeze()  # as train.py does
             for scope in args.recompute.split(";"):
                 for row in slice_rows(part, scope, args.rounds):
                     row |= {"shape": name, "limit_gib": args.memory_gb and round(args.memory_gb * 1e9 / 2**30, 1)}
@@ -1616,12 +1618,13 @@ def comm(args, flags):
     if "RANK" not in os.environ:
         raise ValueError("bench.py comm measures what goes between ranks: start it with torchrun --nproc_per_node=2 or more.")
     gpu = torch.cuda.is_available()
+    device = int(os.environ["LOCAL_RANK"])
     if gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     first = os.environ["RANK"] == "0"
     table = results_file(args.out, "comm", COMM_COLUMNS, True) if first else contextlib.nullcontext((None, None))
     with table as (where, write):  # opened before ranks join: where that fails, nobody else has anything to say
-        dist.init_process_group("nccl" if gpu else "gloo")
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=torch.device("cuda", device) if gpu else None)
         try:
             for name, sent in itertools.product(names, ("once", "pairs")):
                 for row in comm_rows(name, sent):
@@ -1680,7 +1683,8 @@ def exchanges_of(T, config, recipe, pairs):
     local = torch.empty(config.n_experts // group.size(), 0, 0, device=device)  # as many experts as here, for their number's sake
 
     def dispatch():
-        got = model.dispatch(quant.quantize(x, recipe, wire=recipe.dispatch), ids, weights, group, config.n_experts)
+        sent = quant.Activation(x, recipe, *quant._quantize_rows(x.detach(), {recipe.dispatch}))
+        got = model.dispatch(sent, ids, weights, group, config.n_experts)
         read = got.x.detach() if got.payload is None else got.payload
         state.got, state.groups = got, quant._groups(got.ids, local, got.num_pairs)
         quant._fan_out_rows(read, state.groups, recipe.compute)

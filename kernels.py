@@ -84,6 +84,7 @@ MX_NAN = tl.constexpr(255)
 LEAST_SCALE = tl.constexpr(2.0**-126)
 MX = tl.constexpr(32)  # MXFP4: elements a scale, as quant.BLOCK says
 PER_TILE, OCTETS = tl.constexpr(128 // MX.value), tl.constexpr(MX.value // 8)  # blocks in 128 columns; words of codes in a block
+PART = 16  # bytes: where each part of a message begins
 BOTH_WAYS = 16  # a width that it does not divide is written as rows and as columns by two launches: triton 3.6 spoils the
 # bytes of one where a thread's are not neighbours
 # Added to a magnitude m * 2^k, these carry into its exponent just where the scale must be a power of two larger. With
@@ -1599,16 +1600,24 @@ def _place_pairs(ids, before, offsets, tile_shift, pair, row, n, num_rows, num_p
 
 
 @triton.jit
-def _sum_rows(y, y_row, row_of, out, H: tl.constexpr, PER: tl.constexpr, C: tl.constexpr):
-    """Expert rows y [M, H], y_row apart, back to tokens: out [T, H] is the sum of the rows in row_of [T, PER], -1 for none, in
-    float32 and in the order of slots."""
+def _sum_rows(y, y_row, scale, s_row, s_col, row_of, out, H: tl.constexpr, PER: tl.constexpr, C: tl.constexpr):
+    """Expert rows y [M, H], y_row apart, with their FP8 scales if any, back to tokens: out [T, H] is the sum of the rows in
+    row_of [T, PER], -1 for none, in float32 and in the order of slots."""
     token, tile = _tile(H, C)
-    at, c = token.to(tl.int64) * PER, _origin(tile, C) + tl.arange(0, C)
-    total = tl.zeros((C,), tl.float32)
+    n: tl.constexpr = C // 128
+    at, col, block = token.to(tl.int64) * PER, tl.arange(0, 128)[None, :], tl.arange(0, n)[:, None]
+    c = _origin(tile, C) + 128 * block + col
+    total = tl.zeros((n, 128), tl.float32)
     for slot in tl.static_range(PER):
         row = tl.load(row_of + at + slot)
         if row >= 0:
-            total += _float(tl.load(y + row.to(tl.int64) * y_row + c, mask=c < H, other=0))
+            value = tl.load(y + row.to(tl.int64) * y_row + c, mask=c < H, other=0)
+            if scale is None:
+                total += _float(value)
+            else:
+                part = _origin(tile, n) + block
+                of_blocks = scale + row.to(tl.int64) * s_row + part * s_col
+                total += _decode_e4m3(value) * tl.load(of_blocks, mask=part * 128 < H, other=0)
     if out.dtype.element_ty == tl.bfloat16:
         total = _bfloat16(total)
     tl.store(out + token.to(tl.int64) * H + c, total, mask=c < H)
@@ -1622,6 +1631,133 @@ def _clear_empty_experts(out, offsets, size, BLOCK: tl.constexpr):
         for start in tl.static_range(0, BLOCK, 1024):
             n = _origin(tile, BLOCK) + start + tl.arange(0, 1024)
             tl.store(out + e.to(tl.int64) * size + n, tl.zeros((1024,), out.dtype.element_ty), mask=n < size)
+
+
+# -----------------------------------------------------------------------------
+# messages between ranks. A message is one token's on its way to one rank: codes, scales as bytes, then up to two rows of K words
+# (experts, gate weights), each part padded to PART bytes. Tokens are placed by rank, then in their order: ids [[0, 1], [3, 0],
+# [2, 2]], two ranks of two experts -> token = [0, 1, 1, 2], row = [[0, -1], [1, 2], [-1, 3]]
+
+@triton.jit
+def _pairs_of_ranks(ids, t, T, local, K: tl.constexpr, RANKS: tl.constexpr):
+    """[t, RANKS]: of how many of token t's choices a rank holds the expert."""
+    k = tl.arange(0, triton.next_power_of_2(K))
+    expert = tl.load(ids + t.to(tl.int64)[:, None] * K + k[None, :], mask=(t < T)[:, None] & (k < K)[None, :], other=-1)
+    rank = tl.where(expert < 0, -1, expert // local)
+    return tl.sum((rank[:, :, None] == tl.arange(0, RANKS)[None, None, :]).to(tl.int32), 1)
+
+
+@triton.jit
+def _count_tokens(ids, counts, T, local, K: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr):
+    """counts [chunks, 2, RANKS]: a chunk's tokens and its pairs for each rank."""
+    pairs = _pairs_of_ranks(ids, tl.program_id(0) * CHUNK + tl.arange(0, CHUNK), T, local, K, RANKS)
+    at = counts + tl.program_id(0) * 2 * RANKS + tl.arange(0, RANKS)
+    tl.store(at, tl.sum((pairs > 0).to(tl.int32), 0))
+    tl.store(at + RANKS, tl.sum(pairs, 0))
+
+
+@triton.jit
+def _place_tokens(ids, counts, token, row, both, T, local, chunks, K: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr,
+                  SLOTS: tl.constexpr, CHUNK: tl.constexpr):
+    """row [T, R] place of each token's message to each rank, -1 for none; token [T * SLOTS] of each place, -1 behind the last;
+    both [R, 2] tokens and pairs of each rank."""
+    chunk, i, r, step = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, RANKS), tl.arange(0, 16)
+    total, total_pairs, earlier = tl.zeros((RANKS,), tl.int32), tl.zeros((RANKS,), tl.int32), tl.zeros((RANKS,), tl.int32)
+    for c in range(0, chunks, 16):
+        at, inside = counts + (c + step)[:, None] * 2 * RANKS + r[None, :], (c + step < chunks)[:, None]
+        count = tl.load(at, mask=inside, other=0)
+        total += tl.sum(count, 0)
+        total_pairs += tl.sum(tl.load(at + RANKS, mask=inside, other=0), 0)
+        earlier += tl.sum(tl.where((c + step < chunk)[:, None], count, 0), 0)
+    t = chunk * CHUNK + i
+    here = (_pairs_of_ranks(ids, t, T, local, K, RANKS) > 0).to(tl.int32)
+    place = (tl.cumsum(total, 0) - total + earlier)[None, :] + tl.cumsum(here, 0) - here
+    inside = (t < T)[:, None] & (r < R)[None, :]
+    tl.store(row + t.to(tl.int64)[:, None] * R + r[None, :], tl.where(here > 0, place, -1), mask=inside)
+    tl.store(token + place, tl.broadcast_to(t[:, None], (CHUNK, RANKS)), mask=here > 0)
+    for slot in tl.static_range(SLOTS):
+        at = (chunk * SLOTS + slot) * CHUNK + i
+        tl.store(token + at, -1, mask=(at >= tl.sum(total, 0)) & (at < T * SLOTS))
+    if chunk == 0:
+        tl.store(both + 2 * r, total, mask=r < R)
+        tl.store(both + 2 * r + 1, total_pairs, mask=r < R)
+
+
+@triton.jit
+def _pack_words(out, first, second, rows, to, tile_k, K: tl.constexpr, L: tl.constexpr):
+    """The last two parts of messages of L words, rows of K words, if any; `out` is where they begin in the first message."""
+    size: tl.constexpr = (K + 3) // 4 * 4
+    k, col0 = tl.arange(0, triton.next_power_of_2(size)), _origin(tile_k, 1)
+    if first is not None:
+        _scatter(out, _gather(first, rows, col0, k, K, 1, K, 0), to, col0, k, L, 1, size)
+    if second is not None:
+        _scatter(out + size, _gather(second, rows, col0, k, K, 1, K, 0), to, col0, k, L, 1, size)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _pack_rows(data, scale, s_row, s_col, first, second, index, out, parts, words, M, W: tl.constexpr, S: tl.constexpr,
+               K: tl.constexpr, L: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Rows of W words by index, with S scales if any (MXFP4's bytes, or of FP8's the exponent) -> messages `out` of L words, of
+    which `parts` sees the bytes from the scales on, and `words` the words from `first` on. Index -1: nothing is written."""
+    tile_m, tile_k = _tile(W, C)
+    row0, r, c = _origin(tile_m, R), tl.arange(0, R), tl.arange(0, C)
+    rows = _source(index, row0, r, M, 1)
+    to = tl.where(rows < 0, -1, row0 + r)
+    _scatter(out, _gather(data, rows, _origin(tile_k, C), c, W, 1, W, 0), to, _origin(tile_k, C), c, L, 1, W)
+    if tile_k == 0:
+        if scale is not None:
+            size: tl.constexpr = (S + 15) // 16 * 16
+            s, col0 = tl.arange(0, triton.next_power_of_2(size)), _origin(tile_k, 1)
+            scales = _gather(scale, rows, col0, s, s_row, s_col, S, 0)
+            if scale.dtype.element_ty == tl.float32:
+                scales = ((_bits(scales) >> 23) & 255).to(tl.uint8)
+            _scatter(parts, scales, to, col0, s, L * 4, 1, size)
+        _pack_words(words, first, second, rows, to, tile_k, K, L)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _quantize_to_messages(x, x_row, x_col, first, second, index, out, parts, words, M, H: tl.constexpr, K: tl.constexpr,
+                          L: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """_pack_rows of float rows [T, H], which become FP8 on the way; `out` sees bytes."""
+    tile_m, tile_k = _tile(H, C)
+    n: tl.constexpr = C // 128
+    blocks: tl.constexpr = (H + 127) // 128
+    row0, r, c = _origin(tile_m, R), tl.arange(0, R), tl.arange(0, C)
+    rows = _source(index, row0, r, M, 1)
+    to = tl.where(rows < 0, -1, row0 + r)
+    codes, scales = _to_fp8(_float(_gather(x, rows, _origin(tile_k, C), c, x_row, x_col, H, 0)))
+    _scatter(out, codes, to, _origin(tile_k, C), c, L * 4, 1, H)
+    _scatter(parts, (_bits(scales) >> 23).to(tl.uint8), to, _origin(tile_k, n), tl.arange(0, n), L * 4, 1, blocks)
+    if tile_k == 0:
+        if blocks % 16 != 0:
+            zeros = tl.zeros((R, 16), tl.uint8)
+            _scatter(parts + blocks, zeros, to, _origin(tile_k, 1), tl.arange(0, 16), L * 4, 1, 16 - blocks % 16)
+        _pack_words(words, first, second, rows, to, tile_k, K, L)
+
+
+@triton.jit(do_not_specialize=["M", "begin", "end"])
+def _unpack_rows(message, parts, words, data, scale, s_row, s_col, ids, weights, begin, end, M, W: tl.constexpr,
+                 S: tl.constexpr, K: tl.constexpr, L: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Messages as _pack_rows makes them -> each of data, scale, ids and weights that is not None; ids less `begin`, -1 where they
+    are not below `end`."""
+    tile_m, tile_k = _tile(W, C)
+    row0, r, c = _origin(tile_m, R), tl.arange(0, R), tl.arange(0, C)
+    if data is not None:
+        _store(data, _load(message, row0, r, _origin(tile_k, C), c, L, 1, M, W), row0, r, _origin(tile_k, C), c, W, 1, M, W)
+    if tile_k == 0:
+        col0 = _origin(tile_k, 1)
+        if scale is not None:
+            s = tl.arange(0, triton.next_power_of_2(S))
+            scales = _load(parts, row0, r, col0, s, L * 4, 1, M, S)
+            if scale.dtype.element_ty == tl.float32:
+                scales = tl.where(scales == 255, float("nan"), _from_bits(scales.to(tl.int32) << 23))
+            _store(scale, scales, row0, r, col0, s, s_row, s_col, M, S)
+        if ids is not None:
+            size: tl.constexpr = (K + 3) // 4 * 4
+            k = tl.arange(0, triton.next_power_of_2(K))
+            expert = _load(words, row0, r, col0, k, L, 1, M, K)
+            _store(ids, tl.where((expert >= begin) & (expert < end), expert - begin, -1), row0, r, col0, k, K, 1, M, K)
+            _store(weights, _load(words + size, row0, r, col0, k, L, 1, M, K), row0, r, col0, k, K, 1, M, K)
 
 
 # -----------------------------------------------------------------------------
@@ -2305,13 +2441,70 @@ def group_rows(ids, num_experts, num_rows, num_pairs=None):
     return pair, row, offsets, expert, shift
 
 
-def sum_rows(y, row):
-    """y [M, H] bfloat16 or float32, each row contiguous, row [T, K] int32, -1 for none -> [T, H], each token's rows summed in
-    float32 by slot."""
-    (T, K), H = row.shape, y.shape[1]
-    out, C = y.new_empty((T, H)), 1024
-    _launch(_sum_rows, T * _cdiv(H, C), y, y.stride(0), row.contiguous(), out, H, K, C, num_warps=1)
+def sum_rows(y, row, scale=None, dtype=None):
+    """y [M, H] bfloat16 or float32, or FP8 with its scale [M, H/128], each row contiguous, row [T, K] int32, -1 for none ->
+    [T, H] of dtype, y's if not given, each token's rows summed in float32 by slot."""
+    (T, K), H, C = row.shape, y.shape[1], 1024
+    out = y.new_empty((T, H), dtype=dtype or y.dtype)
+    y, where = (y, (None, 0, 0)) if scale is None else (_bytes(y), (scale, *scale.stride()))
+    _launch(_sum_rows, T * _cdiv(H, C), y, y.stride(0), *where, row.contiguous(), out, H, K, C, num_warps=1)
     return out
+
+
+def place_messages(ids, local, ranks, both):
+    """ids [T, K] int32 expert of each choice, -1 for none, `local` of them on each rank -> token [T * min(ranks, K)] and row [T,
+    ranks], int32; both [ranks, 2] int32 receives the numbers of tokens and pairs. See the section on messages."""
+    T, K = ids.shape
+    new = lambda *shape: ids.new_empty(shape, dtype=torch.int32)
+    padded, slots = triton.next_power_of_2(ranks), min(ranks, K)
+    chunk = min(128, max(16, 512 // padded))
+    chunks, ids = _cdiv(max(T, 1), chunk), ids.contiguous()
+    counts, token, row = new(chunks, 2, padded), new(T * slots), new(T, ranks)
+    _launch(_count_tokens, chunks, ids, counts, T, local, K, padded, chunk)
+    _launch(_place_tokens, chunks, ids, counts, token, row, both, T, local, chunks, K, ranks, padded, slots, chunk)
+    return token, row
+
+
+def _parts(messages, codes, scales):
+    """Messages as kernels see them: their words; the bytes behind those of the codes, where scales begin; the words behind these;
+    and the words of one."""
+    begin, words = _cdiv(codes, PART) * PART, messages.view(torch.int32)
+    return words, messages[:, begin:], words[:, (begin + _cdiv(scales, PART) * PART) // 4:], words.shape[1]
+
+
+def pack_rows(data, scale, others, index, size):
+    """Rows of contiguous data [T, ..], a multiple of PART bytes each, their scale unless None, and up to two of [T, K], four
+    bytes each, side by side -> messages [N, size] uint8; all rows, or those in index [N] int32, of which -1 writes nothing."""
+    N, codes = len(data if index is None else index), data.shape[1] * data.element_size()
+    S, where = (0, (None, 0, 0)) if scale is None else (scale.shape[1], (scale, *scale.stride()))
+    out = data.new_empty((N, size), dtype=torch.uint8)
+    words, parts, behind, L = _parts(out, codes, S)
+    first, second = [*map(_words, others), None, None][:2]
+    W, C = codes // 4, 256
+    _launch(_pack_rows, _cdiv(N, 8) * _cdiv(W, C), _words(data), *where, first, second, index, words, parts, behind, N, W, S,
+            others[0].shape[1] if others else 1, L, 8, C)
+    return out
+
+
+def quantize_to_messages(x, others, index, size):
+    """pack_rows of what quantize_fp8_rows makes of x [T, H], PART | H."""
+    N, H = len(x if index is None else index), x.shape[1]
+    out, C = x.new_empty((N, size), dtype=torch.uint8), _columns(H, 256)
+    _, parts, behind, L = _parts(out, H, _cdiv(H, 128))
+    first, second = [*map(_words, others), None, None][:2]
+    _launch(_quantize_to_messages, _cdiv(N, 16) * _cdiv(H, C), x, *x.stride(), first, second, index, out, parts, behind, N, H,
+            others[0].shape[1] if others else 1, L, 16, C)
+    return out
+
+
+def unpack_rows(messages, codes, data=None, scale=None, ids=None, weights=None, begin=0, end=0):
+    """Messages whose rows begin with so many bytes of codes -> each tensor that is given, contiguous but for scale: data [N, ..],
+    scale [N, S], ids and weights [N, K]. ids count from `begin`, and are -1 for what is not below `end`."""
+    S, where = (0, (None, 0, 0)) if scale is None else (scale.shape[1], (scale, *scale.stride()))
+    words, parts, behind, L = _parts(messages, codes, S)
+    N, W, C = len(messages), 1 if data is None else codes // 4, 256
+    _launch(_unpack_rows, _cdiv(N, 8) * _cdiv(W, C), words, parts, behind, _words(data), *where, ids, _words(weights), begin, end,
+            N, W, S, 1 if ids is None else ids.shape[1], L, 8, C)
 
 
 def clear_empty_experts(out, offsets):

@@ -541,6 +541,7 @@ class Route(NamedTuple):
     row_TR: Tensor       # [T, R] int32 row that took a token to a rank, -1 where none did
     sent: list[int]      # rows to each rank
     received: list[int]  # rows from each rank
+    held: range          # experts of this rank
 
 
 class _Exchange:
@@ -557,42 +558,39 @@ class _Exchange:
 
 
 def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup, num_experts: int) -> Received:
-    recipe, local = x.recipe, num_experts // group.size()
-    token_N, row_TR, counts_R2 = _plan(ids, local, group.size())
-    theirs_R2 = torch.empty_like(counts_R2)
-    counting = dist.all_to_all_single(theirs_R2, counts_R2, group=group, async_op=True)
+    recipe, local, ids = x.recipe, num_experts // group.size(), ids.int()
+    token_N, row_TR, counts_2R2 = _plan(ids, local, group.size())
+    counting = dist.all_to_all_single(counts_2R2[1], counts_2R2[0], group=group, async_op=True)
     # packed before their number is known, so that the GPU has work while the host waits for it
-    rows = _take(quant.pack(x.format(recipe.dispatch), ids.int(), weights.detach()), token_N)
+    rows = quant.pack(x.format(recipe.dispatch), recipe.dispatch, ids, weights.detach(), index=token_N)
     counting.wait()
-    both_RC = torch.cat([counts_R2, theirs_R2], 1).tolist()  # the host's one read
-    sent, _, received, pairs = map(list, zip(*both_RC))
-    route = Route(group, token_N[:sum(sent)].clone(), row_TR, sent, received)
+    (sent, _), (received, pairs) = (map(list, zip(*counts_R2)) for counts_R2 in counts_2R2.tolist())  # the host's one read
+    route = Route(group, token_N[:sum(sent)], row_TR, sent, received, range(group.rank() * local, (group.rank() + 1) * local))
     way = []
     x, weights, ids, *payload = _Send.apply(x.x, weights, rows[:sum(sent)], route, recipe, way)
-    first = group.rank() * local
-    ids = torch.where((ids >= first) & (ids < first + local), ids - first, -1)
     payload = {"bf16": lambda: None, "fp8": quant.Fp8, "fp4": quant.Fp4}[recipe.dispatch](*payload)
     return Received(x, ids, weights, payload, recipe, sum(pairs), functools.partial(_depart, route, recipe, way), route)
 
 
 def _depart(route: Route, recipe: Recipe, way: list, dx: Tensor, dweights: Tensor):
     """Gradients of what dispatch brought, on their way home."""
-    rows = quant.quantize_fp8_rows(dx) if recipe.combine == "fp8" else dx
-    way.append((_Exchange(quant.pack(rows, dweights), route, home=True), dx.data_ptr()))
+    way.append((_Exchange(quant.pack(dx, recipe.combine, dweights), route, home=True), dx.data_ptr()))
 
 
 def _plan(ids_TK: Tensor, local: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """-> token_N with room for all that could be sent, row_TR, and [R, 2] tokens and token-expert pairs for each rank."""
-    (T, K), device = ids_TK.shape, ids_TK.device
-    here_TKR = torch.div(ids_TK, local, rounding_mode="floor")[..., None] == torch.arange(ranks, device=device)
+    """-> token_N with room for all that could be sent, row_TR, and counts [2, R, 2]: tokens and token-expert pairs for each rank,
+    and room for those from each."""
+    counts_2R2 = torch.empty(2, ranks, 2, dtype=torch.int32, device=ids_TK.device)
+    if quant._on_gpu(ids_TK):
+        return *quant.kernels.place_messages(ids_TK, local, ranks, counts_2R2[0]), counts_2R2
+    T, K = ids_TK.shape
+    here_TKR = torch.div(ids_TK, local, rounding_mode="floor")[..., None] == torch.arange(ranks)
     here_TR = here_TKR.any(1)
-    row_TR = (here_TR.t().flatten().cumsum(0) - 1).view(ranks, T).t()
-    room = T * min(ranks, K)
-    token_N = torch.zeros(room + 1, dtype=torch.int32, device=device)  # the last is for what is not sent
-    token_N.scatter_(0, row_TR.masked_fill(~here_TR, room).flatten(),
-                     torch.arange(T, dtype=torch.int32, device=device)[:, None].expand(T, ranks).flatten())
-    counts_R2 = torch.stack([here_TR.sum(0), here_TKR.sum((0, 1))], 1)
-    return token_N[:room], row_TR.masked_fill(~here_TR, -1).int().contiguous(), counts_R2
+    row_TR = (here_TR.t().flatten().cumsum(0) - 1).view(ranks, T).t().masked_fill(~here_TR, -1).int()
+    token_N = torch.full((T * min(ranks, K),), -1, dtype=torch.int32)
+    token_N[:int(here_TR.sum())] = here_TR.t().nonzero()[:, 1].int()
+    counts_2R2[0] = torch.stack([here_TR.sum(0), here_TKR.sum((0, 1))], 1)
+    return token_N, row_TR, counts_2R2
 
 
 class _Send(torch.autograd.Function):
@@ -604,11 +602,8 @@ class _Send(torch.autograd.Function):
         K = weights.shape[1]
         ctx.route, ctx.recipe, ctx.way, ctx.kinds = route, recipe, way, (*_kind(x), (weights.dtype, K))
         message = _Exchange(rows, route).wait()
-        q, ids, weights = quant.unpack(message, recipe.dispatch, *_kind(x), (torch.int32, K), (weights.dtype, K))
-        # copies, for these are kept, and the message not
-        ids, weights, *received = (t.contiguous() for t in (ids, weights, *([q] if isinstance(q, Tensor) else q)))
-        if not isinstance(q, Tensor):
-            received.insert(0, quant.carrier(_rows(x, len(message))))
+        q, ids, weights = quant.unpack_tokens(message, recipe.dispatch, *_kind(x), K, route.held)
+        received = [q] if isinstance(q, Tensor) else [quant.carrier(_rows(x, len(message))), *q]
         ctx.mark_non_differentiable(ids, *received[1:])
         return received[0], weights, ids, *received[1:]
 
@@ -621,7 +616,8 @@ class _Send(torch.autograd.Function):
         if departed != dx.data_ptr():
             raise RuntimeError("gradients of dispatched tokens departed before their last reader had added to them")
         dx, dweights = quant.unpack(exchange.wait(), ctx.recipe.combine, *ctx.kinds)
-        return _summed(dx, ctx.route, ctx.kinds[1]), quant.sum_rows(dweights, ctx.route.row_TR), None, None, None, None
+        row_TR = ctx.route.row_TR
+        return quant.sum_rows(dx, row_TR, ctx.kinds[1]), quant.sum_rows(dweights, row_TR), None, None, None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -631,8 +627,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, route, recipe, way, in_full):
         ctx.recipe, ctx.way, ctx.in_full, ctx.y = recipe, way, in_full, _kind(y)
-        rows = quant.quantize_fp8_rows(y) if recipe.combine == "fp8" else y
-        way.append(_Exchange(quant.pack(rows), route, home=True))
+        way.append(_Exchange(quant.pack(y, recipe.combine), route, home=True))
         return quant.carrier(_rows(y, len(route.row_TR)))
 
     @staticmethod
@@ -648,14 +643,13 @@ class _Home(torch.autograd.Function):
     @staticmethod
     def forward(ctx, like, route, recipe, way):
         ctx.route, ctx.recipe, ctx.way = route, recipe, way
-        return _summed(quant.unpack(way.pop().wait(), recipe.combine, *_kind(like))[0], route, like.dtype)
+        return quant.sum_rows(quant.unpack(way.pop().wait(), recipe.combine, *_kind(like))[0], route.row_TR, like.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        rows = quant.quantize_fp8_rows(dy) if _gradient_format(ctx.recipe) == "fp8" else dy
-        ctx.way.append(_Exchange(_take(quant.pack(rows), ctx.route.token_N), ctx.route))
-        return dy.new_zeros(()).expand(dy.shape), None, None, None
+        ctx.way.append(_Exchange(quant.pack(dy, _gradient_format(ctx.recipe), index=ctx.route.token_N), ctx.route))
+        return _rows(dy, len(dy)), None, None, None
 
 
 def _gradient_format(recipe: Recipe) -> str:
@@ -665,25 +659,15 @@ def _gradient_format(recipe: Recipe) -> str:
 
 def _rows(like: Tensor, n: int) -> Tensor:
     """A stand-in for n rows like those of another tensor."""
-    return like.new_empty(()).expand(n, like.shape[1])
+    return quant.constant(0.0, like.dtype, like.device).expand(n, like.shape[1])
 
 
 def _kind(x: Tensor) -> tuple[int, torch.dtype]:
     return x.shape[1], x.dtype
 
 
-def _take(rows: Tensor, token_N: Tensor) -> Tensor:
-    """Rows of bytes by index, eight at a time."""
-    return rows.view(torch.int64).index_select(0, token_N).view(torch.uint8)
-
-
-def _summed(rows: Tensor | quant.Fp8, route: Route, dtype: torch.dtype) -> Tensor:
-    """What came home, [T, H]: the sum of each token's rows in float32, in the order of ranks."""
-    return quant.sum_rows(rows if isinstance(rows, Tensor) else quant.dequantize(rows, dtype), route.row_TR)
-
-
 def message_bytes(config: ModelConfig, recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
-    """Bytes that a token costs on its way to one rank and back, by exchange; counts, 16 bytes a rank and layer, left out."""
+    """Bytes that a token costs on its way to one rank and back, by exchange; counts, 8 bytes a rank and layer, left out."""
     ids, weights = (torch.int32, config.top_k), (torch.float32, config.top_k)
     size = lambda name, *others: quant.message_bytes(name, config.hidden, dtype, *others)
     return {"dispatch": size(recipe.dispatch, ids, weights), "combine": size(recipe.combine),
@@ -1386,10 +1370,12 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, recompute: frozenset = froze
     tokens = tokens_received(c, ranks)
     rows["normed input, FFN"] = size(c.hidden, recipe.save) if ffn_input and not same_tensor else 0
     rows["received"] = tokens * size(c.hidden, received)
+    if ranks > 1 and received == recipe.dispatch == "bf16":  # kept as part of the message
+        rows["received"] += tokens * quant.message_bytes("bf16", 0, torch.bfloat16, *[(torch.int32, c.top_k)] * 2)
     rows["h"] = 0 if "moe" in recompute else c.top_k * size(2 * c.expert_width, recipe.save_h)
     rows["h, shared"] = 0 if "mlp" in recompute or not c.n_shared else size(2 * c.n_shared * c.expert_width, recipe.save_h)
     rows["routing"] = tokens * c.top_k * 8 + c.n_experts * 4  # ids and weights where experts are, scores at home
-    rows["routing"] += 4 * (ranks + tokens) if ranks > 1 else 0  # which rows went where: Route
+    rows["routing"] += 4 * (ranks + min(ranks, c.top_k)) if ranks > 1 else 0  # which rows went where: Route
     return rows
 
 

@@ -453,46 +453,91 @@ def narrow(q: Tensor | Fp8 | Fp4, name: str) -> Tensor | Fp8 | Fp4:
 # -----------------------------------------------------------------------------
 # messages: what a wire carries of a token, one row of bytes
 
-ALIGN = 16  # bytes: where each part of a message begins
+PART = 16  # bytes: where each part of a message begins
 
 
-def _wire_parts(name: str, width: int, dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
-    """(dtype, width) of the tensors that a row in format name is sent as; of an FP8 scale that is its exponent byte."""
-    return {"bf16": [(dtype, width)], "fp8": [(torch.float8_e4m3fn, width), (torch.uint8, -(-width // TILE))],
-            "fp4": [(torch.uint8, width // 2), (torch.uint8, width // BLOCK)]}[name]
+def _message_parts(name: str, width: int, dtype: torch.dtype = torch.bfloat16, *others: tuple[torch.dtype, int]):
+    """(dtype, width) of what is in a message side by side; of an FP8 scale that is its exponent byte."""
+    return [*{"bf16": [(dtype, width)], "fp8": [(torch.float8_e4m3fn, width), (torch.uint8, -(-width // TILE))],
+              "fp4": [(torch.uint8, width // 2), (torch.uint8, width // BLOCK)]}[name], *others]
 
 
-def message_bytes(name: str, width: int, dtype: torch.dtype = torch.bfloat16, *others: tuple[torch.dtype, int]) -> int:
-    """Bytes of `pack`'s row for width elements in format name, and others."""
-    return sum(-(-columns * kind.itemsize // ALIGN) * ALIGN for kind, columns in (*_wire_parts(name, width, dtype), *others))
+def message_bytes(*packed) -> int:
+    """Bytes of a message: name of the format, width, dtype of what BF16 stands for, then (dtype, width) of what is beside."""
+    return sum(-(-columns * kind.itemsize // PART) * PART for kind, columns in _message_parts(*packed))
 
 
-def pack(q: Tensor | Fp8 | Fp4, *others: Tensor) -> Tensor:
-    """Rows q [T, K] and others [T, ..] side by side: uint8 [T, L], which every backend sends; FP8 types not all do."""
-    if isinstance(q, Fp8):
-        q = q.data, (q.scale.view(torch.int32) >> 23).to(torch.uint8)  # the biased exponent, 255 for NaN
+def pack(x: Tensor | Fp8 | Fp4, name: str, *others: Tensor, index: Tensor | None = None) -> Tensor:
+    """Rows x [T, H], brought to format name, and up to two others [T, K] of four bytes each side by side: uint8 [N, L], which
+    every backend sends; FP8 types not all do. All rows, or those in index [N] int32; index -1 stands for any bytes."""
+    codes, scale = x if isinstance(x, tuple) else (x, None)
+    plain = scale is None and name != "fp8"
+    if plain and not others and index is None:
+        return x.contiguous().view(torch.uint8)
+    if _on_gpu(codes) and codes[:0].view(torch.uint8).shape[1] % PART == 0:
+        width, dtype = codes.shape[1] * (2 if isinstance(x, Fp4) else 1), codes.dtype
+        size = message_bytes(name, width, dtype, *((t.dtype, t.shape[1]) for t in others))
+        if scale is None and not plain:
+            return kernels.quantize_to_messages(codes, others, index, size)
+        return kernels.pack_rows(codes, scale, others, index, size)
+    x = narrow(x, name)
+    if isinstance(x, Fp8):
+        x = x.data, (x.scale.view(torch.int32) >> 23).to(torch.uint8)  # the biased exponent, 255 for NaN
     parts = []
-    for t in (*([q] if isinstance(q, Tensor) else q), *others):
+    for t in (*(x if isinstance(x, tuple) else [x]), *others):
         parts.append(t.contiguous().view(torch.uint8))
-        if short := -parts[-1].shape[1] % ALIGN:
+        if short := -parts[-1].shape[1] % PART:
             parts.append(parts[-1].new_zeros(1, short).expand(len(t), short))
-    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+    rows = torch.cat(parts, 1)
+    return rows if index is None else rows.index_select(0, index.clamp(min=0))
 
 
 def unpack(message: Tensor, name: str, width: int, dtype: torch.dtype, *others: tuple[torch.dtype, int]):
-    """What pack took, (q, *others), from its rows: views but for FP8's scales. others: (dtype, width) of each."""
-    parts, start = [], 0
-    for kind, columns in (*_wire_parts(name, width, dtype), *others):
-        size = columns * kind.itemsize
-        parts.append(message[:, start:start + size].view(kind))
-        start += -(-size // ALIGN) * ALIGN
+    """What pack took, (x, *others), from its rows: views but for FP8's scales. others: (dtype, width) of each."""
+    parts = _parts_of(message, name, width, dtype, *others)
     if name == "bf16":
         return parts
     if name == "fp4":
         return Fp4(*parts[:2]), *parts[2:]
-    byte = parts[1].t().contiguous().t()  # scales of rows lie with stride 1 along rows, as GEMMs load them
-    scale = (byte.int() << 23).view(torch.float32).masked_fill(byte == 255, math.nan)
+    scale = _new_scale(parts[1])
+    if _on_gpu(message):
+        kernels.unpack_rows(message, width, scale=scale)
+    else:
+        scale.copy_((parts[1].int() << 23).view(torch.float32).masked_fill(parts[1] == 255, math.nan))
     return Fp8(parts[0], scale), *parts[2:]
+
+
+def unpack_tokens(message: Tensor, name: str, width: int, dtype: torch.dtype, top_k: int, held: range):
+    """x, ids, weights of tokens that were packed with ids and weights [N, K], and nothing else of the message but for BF16's x.
+    ids count from the first expert that is held here, and are -1 for those that are not."""
+    packed = name, width, dtype, (torch.int32, top_k), (torch.float32, top_k)
+    if not _on_gpu(message):
+        x, ids, weights = unpack(message, *packed)
+        x = x if name == "bf16" else type(x)(*(t.contiguous() for t in x))
+        return x, torch.where((ids >= held.start) & (ids < held.stop), ids - held.start, -1), weights.contiguous()
+    data, *scale, ids, weights = _parts_of(message, *packed)
+    x, (ids, weights) = data, (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (ids, weights))
+    if name == "fp8":
+        x = Fp8(torch.empty_like(data, memory_format=torch.contiguous_format), _new_scale(*scale))
+    elif name == "fp4":
+        x = Fp4(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (data, *scale)))
+    kernels.unpack_rows(message, data.shape[1] * data.element_size(), *((None, None) if name == "bf16" else x), ids, weights,
+                        held.start, held.stop)
+    return x, ids, weights
+
+
+def _parts_of(message: Tensor, *packed) -> list[Tensor]:
+    parts, start = [], 0
+    for kind, columns in _message_parts(*packed):
+        size = columns * kind.itemsize
+        parts.append(message[:, start:start + size].view(kind))
+        start += -(-size // PART) * PART
+    return parts
+
+
+def _new_scale(byte: Tensor) -> Tensor:
+    """Room for FP8 scales sent as bytes, with stride 1 along rows, as GEMMs load them."""
+    return torch.empty_strided(byte.shape, (1, len(byte)), dtype=torch.float32, device=byte.device)
 
 
 # -----------------------------------------------------------------------------
@@ -961,14 +1006,17 @@ def _sum_rows(y_MH: Tensor, groups: Groups) -> Tensor:
     return y_MH if groups.dense else sum_rows(y_MH, groups.row_TK)
 
 
-def sum_rows(y_MH: Tensor, row_TK: Tensor) -> Tensor:
-    """[T, H]: each token's rows (-1: none) summed in float32 or wider, slot by slot, so that every run adds in the same order."""
-    if _on_gpu(y_MH) and y_MH.dtype in (torch.bfloat16, torch.float32):
-        return kernels.sum_rows(y_MH, row_TK)
-    total = y_MH.new_zeros(len(row_TK), y_MH.shape[1], dtype=torch.promote_types(y_MH.dtype, torch.float32))
+def sum_rows(y_MH: Tensor | Fp8, row_TK: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[T, H] of y's dtype, or dtype: each token's rows (-1: none) summed in float32 or wider, slot by slot, so that every run
+    adds in the same order."""
+    y, scale = y_MH if isinstance(y_MH, Fp8) else (y_MH, None)
+    if _on_gpu(y) and (scale is not None or y.dtype in (torch.bfloat16, torch.float32)):
+        return kernels.sum_rows(y, row_TK, scale, dtype)
+    y = y if scale is None else dequantize(y_MH)
+    total = y.new_zeros(len(row_TK), y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
     for row_T in row_TK.t():
-        total += _gather(y_MH, row_T)
-    return total.to(y_MH.dtype)
+        total += _gather(y, row_T)
+    return total.to(dtype or y.dtype)
 
 
 def _wide(h: Tensor | Fp8 | Fp4) -> Tensor:
@@ -1117,9 +1165,15 @@ def carrier(like: Tensor, wire: Fp8 | None = None) -> Tensor:
 
     Autograd wants floating-point tensors of the right shape on its edges; the bits go beside it (forward: as further outputs;
     backward: as the attribute `wire`). It reads as NaN, so whoever takes it for the data finds out at once."""
-    stand_in = torch.full((), math.nan, dtype=like.dtype, device=like.device).expand(like.shape)
+    stand_in = constant(math.nan, like.dtype, like.device).expand(like.shape)
     stand_in.wire = wire
     return stand_in
+
+
+@functools.cache
+def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A scalar made once, not to be written to: filling one takes a launch."""
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def takes_wire(y: Tensor) -> bool:

@@ -168,7 +168,7 @@ def check_experts_read_the_codes_of_one_process(recipe):
     parts = lambda q: (q,) if isinstance(q, torch.Tensor) else q
     for got_part, *each in zip(parts(got), *(parts(q) for *_, q in whole)):
         want = torch.cat([t.contiguous().view(torch.uint8)[h.any(1)] for t, h in zip(each, here)])
-        assert torch.equal(got_part.contiguous().view(torch.uint8), want)
+        assert torch.equal(got_part.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8), want.flatten())
 
 
 def check_gradients_are_those_of_one_process(recipe, size, dtype=None):
@@ -298,7 +298,7 @@ def check_message_bytes():
         (_, counted), *exchanges = log
         arrived, sent = len(calls[0][0]), exchanges[0][1] / sizes["dispatch"]
         rows = sent, arrived, sent, arrived  # tokens go out, their results go home, dy goes out, dx comes home
-        assert counted == 16 * ranks
+        assert counted == 8 * ranks
         order = "dispatch", "combine", "combine, backward", "dispatch, backward"
         assert [size for _, size in exchanges] == [sizes[k] * n for k, n in zip(order, rows)], name
 
@@ -427,9 +427,9 @@ class Buffer:
         assert ids.dtype == torch.int64
         local = num_experts // dist.get_world_size()
         token_N, row_TR, counts = model_module._plan(ids, local, dist.get_world_size())
-        dist.all_to_all_single(theirs := torch.empty_like(counts), counts)
-        sent, received = counts[:, 0].tolist(), theirs[:, 0].tolist()
-        return "ranks", None, local, model_module.Route(world(), token_N[:sum(sent)], row_TR, sent, received), None
+        dist.all_to_all_single(counts[1], counts[0])
+        sent, received = counts[..., 0].tolist()
+        return "ranks", None, local, model_module.Route(world(), token_N[:sum(sent)], row_TR, sent, received, None), None
 
     def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None, num_tokens_per_rank=None,
                  num_tokens_per_rdma_rank=None, is_token_in_rank=None, num_tokens_per_expert=None):
@@ -475,7 +475,7 @@ def check_what_is_kept(recipe):
         return t
 
     def combine(y, got, beside):
-        counts.extend([len(y), got.num_pairs, len(got.route.token_N)])
+        counts.extend([len(y), got.num_pairs])
         return inner(y, got, beside)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), test_model.Alive() as alive:
@@ -484,12 +484,12 @@ def check_what_is_kept(recipe):
     known = test_model.storages(list(layer.parameters()), list(layer.buffers()), run.rope)
     left = alive.left(saved.keys() | known | test_model.storages(x, out), 512)
     assert [dtype for dtype, _ in left.values()] == [torch.int32] * 2  # the route's
-    received, pairs, sent = counts
+    received, pairs = counts
     with patched(model_module, "tokens_received", lambda *_: received / T):
         formula = T * sum(model_module.kept_bytes(config, ALL[recipe], ranks=ranks, element_size=4).values())
     h = quant.bytes_per_row(2 * config.expert_width, ALL[recipe].save_h, 4)
-    formula += h * (pairs - T * config.top_k) + 4 * (sent - received)  # it takes each rank to get as much as it gives
-    total = sum(size for key, size in saved.items() if key not in known) + 4 * (T * ranks + sent)
+    formula += h * (pairs - T * config.top_k)  # it takes each rank to get as many as it gives
+    total = sum(size for key, size in saved.items() if key not in known) + 4 * T * (ranks + min(ranks, config.top_k))
     router = T * (12 * config.top_k + 18)  # see test_model.py
     assert abs(total - formula - router) <= 16, (total, formula)
 
@@ -602,11 +602,11 @@ def test_messages_hold_what_was_packed(width, dtype):
     x, ids, p = torch.randn(5, width, dtype=dtype), torch.randint(-1, 9, (5, 3)).int(), torch.rand(5, 3)
     x[1], x[2, 0], x[3] = 0, float("nan"), x[3] * 1e30
     others = (torch.int32, 3), (torch.float32, 3)
-    bits = lambda t: t.contiguous().view(torch.uint8)
+    bits = lambda t: t.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
     for name, q in {"bf16": x, "fp8": quant.quantize_fp8_rows(x), "fp4": quant.quantize_fp4_rows(x)}.items():
         for rows in (5, 0):
             cut = lambda q: q[:rows] if isinstance(q, torch.Tensor) else type(q)(*(t[:rows] for t in q))
-            message = quant.pack(cut(q), ids[:rows], p[:rows])
+            message = quant.pack(cut(q), name, ids[:rows], p[:rows])
             assert message.shape == (rows, quant.message_bytes(name, width, dtype, *others))
             assert message.dtype == torch.uint8
             *got, got_ids, got_p = tree_leaves(quant.unpack(message, name, width, dtype, *others))
@@ -616,6 +616,6 @@ def test_messages_hold_what_was_packed(width, dtype):
 
 def test_plan_example():
     """The example in model.py, and a token that nobody needs."""
-    token_N, row_TR, counts_R2 = model_module._plan(torch.tensor([[0, 1], [3, 0], [2, 2], [-1, -1]]), 2, 2)
-    assert token_N[:4].tolist() == [0, 1, 1, 2] and row_TR.tolist() == [[0, -1], [1, 2], [-1, 3], [-1, -1]]
-    assert counts_R2.tolist() == [[2, 3], [2, 3]] and len(token_N) == 8
+    token_N, row_TR, counts_2R2 = model_module._plan(torch.tensor([[0, 1], [3, 0], [2, 2], [-1, -1]]), 2, 2)
+    assert token_N.tolist() == [0, 1, 1, 2, -1, -1, -1, -1] and row_TR.tolist() == [[0, -1], [1, 2], [-1, 3], [-1, -1]]
+    assert counts_2R2[0].tolist() == [[2, 3], [2, 3]]

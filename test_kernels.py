@@ -607,6 +607,71 @@ def test_sum_rows(dtype):
     assert_same(flat([run("sum_rows", y, groups.row_TK.int())]), [quant._sum_rows(y, groups)])
 
 
+@pytest.mark.parametrize("width", (128, 192, 1280))
+def test_sum_fp8_rows(width):
+    """What came home in FP8, one row out of a NaN; and rows that stand apart, as in messages."""
+    q = quant.quantize_fp8_rows(torch.randn(40, width, generator=torch.Generator().manual_seed(3)))
+    q.scale[7, 0] = math.nan
+    row = torch.randint(-1, 40, (30, 3), generator=torch.Generator().manual_seed(4)).int()
+    apart = torch.cat([q.data.view(torch.uint8), torch.zeros(40, 16, dtype=torch.uint8)], 1).to(DEVICE)[:, :width]
+    for dtype in (torch.bfloat16, torch.float32):
+        want = quant.sum_rows(q, row, dtype)
+        for data in (q.data, apart.view(torch.float8_e4m3fn)):
+            got = run("sum_rows", data, row, q.scale, dtype)
+            assert_same([got.nan_to_num(nan=1e9)], [want.nan_to_num(nan=1e9)])  # one NaN is as good as another
+    assert want.isnan().any() and not want.isnan().all()
+
+
+# -----------------------------------------------------------------------------
+# messages between ranks
+
+
+@pytest.mark.parametrize("T, K, local, ranks", ((0, 2, 4, 2), (1, 8, 8, 32), (300, 3, 5, 3), (130, 8, 8, 8), (1100, 2, 4, 1)))
+def test_place_messages(T, K, local, ranks):
+    """Places, and what is sent to each rank, as the reference has them; some choices are none, some tokens have none."""
+    ids = torch.rand(T, local * ranks, generator=torch.Generator().manual_seed(T)).topk(K, 1).indices.int()
+    ids[::7], ids[::3, 0] = -1, -1
+    token, row, both = model._plan(ids, local, ranks)
+    got = torch.full((ranks, 2), -5, dtype=torch.int32, device=DEVICE)
+    assert_same(flat([run("place_messages", ids, local, ranks, got)]) + [got], [token, row, both[0]])
+
+
+@pytest.mark.parametrize("name", ("bf16", "fp8", "quantised on the way", "fp4"))
+@pytest.mark.parametrize("width, K", ((128, 1), (2048, 6), (7168, 8)))
+def test_messages(name, width, K, monkeypatch):
+    """Messages from kernels and from plain PyTorch are the same bytes, in the order of an index with gaps, too, and unpack to
+    the same. Rows of zeros and of NaN are among them."""
+    monkeypatch.setattr(quant, "kernels", kernels, raising=False)
+    g = torch.Generator().manual_seed(width)
+    x = torch.randn(37, width, generator=g).bfloat16()
+    x[3], x[5, 0] = 0, math.nan
+    ids, p = torch.randint(-1, 16, (37, K), generator=g).int(), torch.rand(37, K, generator=g)
+    q = {"fp8": quant.quantize_fp8_rows, "fp4": quant.quantize_fp4_rows}.get(name, lambda x: x)(x)
+    name = "fp8" if name == "quantised on the way" else name
+    there = lambda t: t.to(DEVICE) if isinstance(t, torch.Tensor) else type(t)(*(part.to(DEVICE) for part in t))
+
+    def both_ways(f, *args, **options):
+        want = f(*args, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(quant, "_on_gpu", lambda x: True)
+            return f(*map(there, args), **{key: there(t) for key, t in options.items()}), want
+
+    for index in (None, torch.tensor([4, 4, -1, 0, 36, -1, 5, 3]).int()):
+        for others in ((), (p,), (ids, p)):
+            message, want = both_ways(lambda q, *others, index=None: quant.pack(q, name, *others, index=index), q, *others,
+                                      **({} if index is None else {"index": index}))
+            sent = slice(None) if index is None else (index >= 0).nonzero().squeeze(1)
+            assert message.shape == want.shape
+            assert_same([message.cpu()[sent]], [want[sent]])
+    message = quant.pack(q, name, ids, p)
+    read = name, width, torch.bfloat16, (torch.int32, K), (torch.float32, K)
+    got, want = both_ways(lambda message: quant.unpack(message, *read), message)
+    assert_same(flat(list(got)), flat(list(want)))
+    got, want = both_ways(lambda message: quant.unpack_tokens(message, name, width, torch.bfloat16, K, range(4, 9)), message)
+    assert_same(flat(got), flat(want))
+    assert got[1].max() == 4 and got[1].min() == -1 and not (got[1] - torch.where((ids > 3) & (ids < 9), ids - 4, -1).to(DEVICE)).any()
+
+
 @pytest.mark.parametrize("V", (384, 5003))
 def test_cross_entropy(V):
     """Against float64 of the same bfloat16 logits; gradients are rounded once. Large logits, ignored and wrong targets."""
@@ -1010,6 +1075,16 @@ def every_launch():
             yield "grouped_wgrad", [cols, dy, end[:3], out.mT.contiguous(), add], True
     yield "group_rows", [pair.view(32, 8), 256, 4096], False
     yield "sum_rows", [x, pair.view(32, 8)], False
+    yield "sum_rows", [q8.data, pair.view(32, 8), q8.scale, torch.bfloat16], False
+    yield "place_messages", [pair.view(32, 8), 8, 32, torch.zeros(32, 2, dtype=torch.int32)], False
+    both, ids = [pair[:64].view(32, 2), p[:64].view(32, 2)], pair[:64].view(32, 2)
+    for data, scale in ((x, None), q8, q4):
+        name = {torch.bfloat16: "bf16", torch.uint8: "fp4"}.get(data.dtype, "fp8")
+        size = quant.message_bytes(name, 7168, torch.bfloat16, (torch.int32, 2), (torch.float32, 2))
+        codes, message = data.shape[1] * data.element_size(), torch.zeros(32, size, dtype=torch.uint8)
+        yield "pack_rows", [data, scale, both, pair[:32], size], False
+        yield "unpack_rows", [message, codes, None if scale is None else data, scale, ids, p[:64].view(32, 2), 8, 16], False
+    yield "quantize_to_messages", [x, both[1:], pair[:32], 7168 + 64 + 16], False
     yield "token_losses", [x, end.long().repeat(16)], True
     yield "logit_gradients", [x, end.long().repeat(16), p, p[0]], True
     yield "clear_empty_experts", [torch.empty(2, 256, 512, dtype=torch.bfloat16), experts], False

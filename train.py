@@ -49,6 +49,7 @@ import dataclasses
 import datetime
 import difflib
 import inspect
+import gc
 import json
 import math
 import os
@@ -64,6 +65,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read by torch's import; on a busy CPU, spinning threads cost 8x
+# read when a GPU's first memory is taken: gradients and activations, which come and go in turns, share what they free
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import torch.distributed as dist
@@ -1186,6 +1189,8 @@ def train(run, config):
     every = {"eval": config.eval_every, "save": config.save_every, "log": config.log_every}
     seconds = 0.1 if sys.stderr.isatty() else 10  # between redraws
     bar = tqdm(total=config.steps, initial=counts["step"], disable=rank() != 0, mininterval=seconds)
+    gc.collect()
+    gc.freeze()  # of what is there now nothing becomes garbage; to look through all of it would stall a step
     with bar, catch_signals() as signals, Saver(ckpt) as saver, explained_memory(config, run.net):
         while counts["step"] < config.steps and not stopped:
             began = time.perf_counter()
