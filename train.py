@@ -48,8 +48,8 @@ import contextlib
 import dataclasses
 import datetime
 import difflib
-import inspect
 import gc
+import inspect
 import json
 import math
 import os
