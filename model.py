@@ -563,13 +563,24 @@ def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup,
     counting = dist.all_to_all_single(counts_2R2[1], counts_2R2[0], group=group, async_op=True)
     # packed before their number is known, so that the GPU has work while the host waits for it
     rows = quant.pack(x.format(recipe.dispatch), recipe.dispatch, ids, weights.detach(), index=token_N)
-    counting.wait()
-    (sent, _), (received, pairs) = (map(list, zip(*counts_R2)) for counts_R2 in counts_2R2.tolist())  # the host's one read
+    (sent, _), (received, pairs) = (map(list, zip(*counts_R2)) for counts_R2 in _read(counts_2R2, counting))
     route = Route(group, token_N[:sum(sent)], row_TR, sent, received, range(group.rank() * local, (group.rank() + 1) * local))
     way = []
     x, weights, ids, *payload = _Send.apply(x.x, weights, rows[:sum(sent)], route, recipe, way)
     payload = {"bf16": lambda: None, "fp8": quant.Fp8, "fp4": quant.Fp4}[recipe.dispatch](*payload)
     return Received(x, ids, weights, payload, recipe, sum(pairs), functools.partial(_depart, route, recipe, way), route)
+
+
+def _read(counts: Tensor, counting: dist.Work) -> list:
+    """The host's one read of a layer: it waits for the exchange of counts, and for nothing that was begun since."""
+    with torch.cuda.stream(_reader(counts.device)) if counts.is_cuda else contextlib.nullcontext():
+        counting.wait()
+        return counts.tolist()
+
+
+@functools.cache
+def _reader(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _depart(route: Route, recipe: Recipe, way: list, dx: Tensor, dweights: Tensor):
