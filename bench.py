@@ -8,6 +8,7 @@
     python bench.py gemm                                                        needs a Hopper GPU
     python bench.py layer --shapes=v3,v2,v2-lite                                needs a Hopper GPU
     python bench.py train --shapes=v3 --recompute='none;attn,norm,moe'          needs a Hopper GPU
+    python bench.py profile --shapes=v3                                         needs a Hopper GPU
     torchrun --nproc_per_node=2 bench.py comm                                   needs a GPU a process
     python bench.py plan --gpus=256 --card=h100-80g --ep=32 --pp=8              any flag of train.py may follow
 
@@ -1595,6 +1596,74 @@ def gpu_ms(work):
     return start.elapsed_time(stop)
 
 
+# ---- profile ----
+
+# kinds of kernels by what is in their names, the first that matches; what matches none is PyTorch's
+KINDS = {"GEMM": "gemm|nvjet|cutlass|xmma", "attention": "sdpa|fmha|flash", "optimizer": "_adamw|lpnorm|multi_tensor",
+         "data movement": r"^_[a-z]|mem(cpy|set)"}
+PROFILE_COLUMNS = ("shape", "layers", "precision", "recompute", "kind", "ms", "percent", "launches", "device", "torch", "triton",
+                   "commit", "date")
+
+
+def profile(args, flags):
+    """Where the time of one optimizer step of a slice goes, from the first kernel to the end of the last.
+
+    By kind of kernel: GEMM, attention, optimizer (gradient norm and AdamW), data movement (all other kernels of ours, norms,
+    SwiGLU and cross entropy among them, and copies), PyTorch's own, and idle, when none runs. One row a kind in --out,
+    results/<card>/profile.csv if not given; --kernels prints each kernel, too."""
+    names = shape_names(args, flags, SLICES)
+    with results_file(args.out, "profile", PROFILE_COLUMNS) as (where, write):
+        for name, precision in itertools.product(names, PRECISIONS):
+            part = Slice(name, args.layers, 1)
+            part.net.recipe, part.net.recompute = RECIPES[precision], frozenset(args.recompute.split(",")) - {"none"}
+            spans = kernel_spans(part.step)
+            for row in profile_rows(spans):
+                row |= {"shape": name, "layers": part.config.n_layers, "precision": precision, "recompute": args.recompute}
+                print(f"{name:8}{precision:6}{row['kind']:15}{row['ms']:8.2f} ms {row['percent']:5.1f} %"
+                      f"{row['launches'] or 0:6} launches", flush=True)
+                write(row | where)
+            if args.kernels:
+                print_kernels(spans)
+            del part
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def kernel_spans(step):
+    """[(start, end, kernel's name)] in us of the third call of step, by start."""
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    return sorted((e.time_range.start, e.time_range.end, e.name) for e in seen.events()
+                  if e.device_type == torch.autograd.DeviceType.CUDA)
+
+
+def profile_rows(spans):
+    """Sums by kind; what overlaps counts for the kernel that began first."""
+    sums = {kind: [0.0, 0] for kind in (*KINDS, "PyTorch's own", "idle")}
+    begin = now = spans[0][0]
+    for start, end, name in spans:
+        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.I)), "PyTorch's own")
+        sums["idle"][0] += max(0, start - now)
+        sums[kind][0] += max(0, end - max(now, start))
+        sums[kind][1] += 1
+        now = max(now, end)
+    for kind, (us, launches) in sums.items():
+        yield {"kind": kind, "ms": round(us / 1e3, 3), "percent": round(100 * us / (now - begin), 2),
+               "launches": launches if kind != "idle" else None}
+
+
+def print_kernels(spans):
+    kernels = {}
+    for start, end, name in spans:
+        kernels.setdefault(name[:80], []).append(end - start)
+    for name, us in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:60]:
+        print(f"{sum(us) / 1e3:10.3f} ms {len(us):5} {name}")
+
+
 # ---- comm ----
 
 # T tokens of each rank, and whose widths, experts and routing
@@ -2054,8 +2123,8 @@ def main(words):
     parser = argparse.ArgumentParser("bench.py", description=__doc__.partition("\n\nLoss.")[0], allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    tables = {kernels: SHAPES, gemm: GEMM_SHAPES, layer: LAYER_SHAPES, train: SLICES, comm: COMM_SHAPES}
-    for work in (loss, error, plot, kernels, gemm, layer, train, comm, plan):
+    tables = {kernels: SHAPES, gemm: GEMM_SHAPES, layer: LAYER_SHAPES, train: SLICES, profile: SLICES, comm: COMM_SHAPES}
+    for work in (loss, error, plot, kernels, gemm, layer, train, profile, comm, plan):
         command = commands.add_parser(work.__name__, help=work.__doc__.partition("\n")[0], description=work.__doc__,
                                       allow_abbrev=False)
         command.set_defaults(work=work)
@@ -2075,6 +2144,10 @@ def main(words):
             shapes = ",".join(name for name in tables[work] if name != "tiny")  # that is for tests
             command.add_argument("--shapes", default=shapes, help=f"comma list [{shapes}]")
             command.add_argument("--out", type=Path, help=f"the table [results/<card>/{work.__name__}.csv]")
+            if work is profile:
+                command.add_argument("--recompute", default="none", help="what backward computes again [none]")
+                command.add_argument("--layers", type=int, default=0, help="layers; 0: 6 of V3 and V2, all of V2-Lite [0]")
+                command.add_argument("--kernels", action="store_true", help="print each kernel, too")
             if work is train:
                 command.add_argument("--recompute", default=SCOPES, help=f"scopes, with ; between them [{SCOPES}]")
                 command.add_argument("--in_flight", type=int, default=1, help="micro-batches forward before one backward [1]")
