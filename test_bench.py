@@ -1,0 +1,109 @@
+"""Tests of bench.py's tables: of kept bytes, and their pictures."""
+
+import csv
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+import model
+import train
+from model import PRESETS
+
+FOLDER = Path(__file__).parent
+H200 = FOLDER / "results" / "h200"
+WHERE = {"device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "commit": "12345e6789", "date": "2026-01-01"}
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+# ---- kept ----
+
+
+def test_kept_tensors_add_up_to_what_the_allocator_held(tmp_path, capsys):
+    """Of every measured row, to 2 %; where rows did not fit there is nothing to compare."""
+    lines = (H200 / "train.csv").read_text().splitlines()
+    cells = lines[1].split(",")
+    cells[6:23] = [""] * 17
+    (tmp_path / "train.csv").write_text("\n".join([*lines, ",".join(cells)]))
+    bench.main(["kept", str(tmp_path / "train.csv"), f"--out={tmp_path / 'kept.csv'}"])
+    rows = bench.read_table(tmp_path / "kept.csv")
+    assert len(rows) == len(lines) - 1 == capsys.readouterr().out.count(" B, the allocator held ")
+    for row in rows:
+        ranks, _, cut = bench.SLICES[row["shape"]]
+        layer = dict.fromkeys(model.kept_bytes(PRESETS[row["shape"]], bench.RECIPES[row["precision"]], ranks=ranks))
+        assert sum(float(row[name]) for name in layer) == pytest.approx(float(row["sum"]), abs=len(layer))
+        assert abs(float(row["percent_more"])) < 2, row
+
+
+@needs_cuda
+@pytest.mark.parametrize("precision", bench.PRECISIONS)
+def test_a_slice_keeps_what_the_formula_says(precision, monkeypatch):
+    """Two layers of V2-Lite, one of four ranks, 4096 tokens: each scope's tensors add up to the allocator's bytes."""
+    monkeypatch.setitem(bench.SLICES, "v2-lite", (4, 1, dict(n_layers=2, n_dense=0, vocab_size=1024)))
+    for name in "dispatch", "combine":  # which a slice replaces
+        monkeypatch.setattr(model, name, getattr(model, name))
+    part = bench.Slice("v2-lite", 0, 1)
+    part.net.recipe = bench.RECIPES[precision]
+    for scope in bench.SCOPES.split(";"):
+        part.net.recompute = frozenset(scope.split(",")) - {"none"}
+        part.kept()  # kernels are compiled, weights quantised
+        formula = sum(bench.kept_by_tensor(part.config, precision, scope, part.ranks).values())
+        assert part.kept() == pytest.approx(formula, rel=0.02), scope
+
+
+# ---- pictures ----
+
+
+def test_pictures_of_errors_and_of_runs_in_flight(tmp_path):
+    """Some rows are empty: a precision that never fits, one that fits nowhere below the limit, a kind without gradients."""
+    pytest.importorskip("matplotlib")
+    blank = dict.fromkeys((*bench.TRAIN_COLUMNS, *bench.ERROR_COLUMNS), "") | WHERE
+    flying = [blank | {"shape": shape, "layers": 3, "precision": precision, "recompute": scope, "in_flight": 16} | (
+        {"tokens_per_s": 1000 * (i + j), "peak_gib": 60 + 40 * i - 20 * j + 70 * (shape == "v2")} if precision != "bf16" else {})
+        for shape in ("v3", "v2") for i, precision in enumerate(("bf16", "fp8", "mxfp4")) for j, scope in enumerate(("none", "norm"))]
+    errors = [blank | {"checkpoint": f"{seed}/{step}", "step": step, "setting": setting, "tokens": 99, "batches": 2,
+                       "percent_from_bf16": 0.1 * seed, "percent_interval": 0.2}
+              | {f"cosine_{kind}": "" if kind == "dense" else 0.9 + 0.01 * seed for kind in ("all", *bench.KINDS)}
+              for seed, step in ((0, 10), (1, 10), (1, 20)) for setting in ("fp8", "mxfp4 save_h=fp4")]
+    for name, columns, rows in ("in_flight", bench.TRAIN_COLUMNS, flying), ("error", bench.ERROR_COLUMNS, errors):
+        bench.write_table(tmp_path / f"{name}.csv", columns, [{name: row[name] for name in columns} for row in rows])
+        bench.main(["plot", str(tmp_path / f"{name}.csv")])
+        picture = (tmp_path / f"{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG") and 10_000 < len(picture) < 200_000
+
+
+def test_pictures_of_the_readme_are_there():
+    """And of each the table that it draws."""
+    linked = re.findall(r"!\[[^]]+\]\(([^)]+)\)", (FOLDER / "README.md").read_text())
+    assert len(linked) >= 5
+    for picture in linked:
+        assert (FOLDER / picture).is_file() and (FOLDER / picture).with_suffix(".csv").is_file(), picture
+
+
+# ---- train.py --memory_snapshot ----
+
+
+def test_a_memory_snapshot_needs_a_gpu(tmp_path):
+    with pytest.raises(ValueError, match="--memory_snapshot shows the memory of a GPU"):
+        train.main(train.Config(memory_snapshot=True, device="cpu", out_dir=str(tmp_path)))
+
+
+def test_a_memory_snapshot_is_written_where_a_step_fails_too(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(path))
+    with pytest.raises(MemoryError), train.memory_snapshot(train.Config(out_dir=str(tmp_path))):
+        raise MemoryError
+    assert calls == [{"stacks": "python"}, str(tmp_path / "memory.pickle"), {"enabled": None}]
+
+
+@needs_cuda
+def test_a_memory_snapshot_of_a_run(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of a text\n" for i in range(4000)))
+    train.main(train.Config(precision="bf16", data=str(tmp_path / "text.txt"), seq_len=64, batch_size=2, steps=4, eval_steps=1,
+                            memory_snapshot=True, out_dir=str(tmp_path / "run")))
+    snapshot = pickle.loads((tmp_path / "run" / "memory.pickle").read_bytes())
+    assert any(event["action"] == "alloc" for trace in snapshot["device_traces"] for event in trace)
