@@ -8,6 +8,7 @@
     python bench.py gemm                                                        needs a Hopper GPU
     python bench.py layer --shapes=v3,v2,v2-lite                                needs a Hopper GPU
     python bench.py train --shapes=v3 --recompute='none;attn,norm,moe'          needs a Hopper GPU
+    python bench.py all --part=1/3                                              the four above again, against results/
     torchrun --nproc_per_node=2 bench.py comm                                   needs a GPU a process
     python bench.py kept results/h200/train.csv                                 kept bytes by tensor
     python bench.py plan --gpus=256 --card=h100-80g --ep=32 --pp=8              any flag of train.py may follow
@@ -1708,6 +1709,97 @@ def kept(args, flags):
         print(f"wrote {args.out}")
 
 
+# ---- all ----
+
+TABLES = ("kernels", "gemm", "layer", "train", "in_flight")  # of one GPU; in_flight is one of `train` too
+PARTS = {"v3": 0, "v2-lite": 2, "v3-all": 2}  # which of three parts has a shape; others are in the middle one
+KEYS = ("shape", "groups", "kernel", "pair", "gemm", "E", "M", "N", "K", "layer", "layers", "precision", "recompute", "in_flight",
+        "tokens", "limit_gib")
+
+
+def all_(args, flags):
+    """Measures every committed table of one GPU again, in parts, and lists what differs by more than 5 %.
+
+    What is measured is what results/h200 has rows of: kernels.csv, gemm.csv, layer.csv, train.csv (three rounds) and
+    in_flight.csv (one round). --part=i/3 is one of three parts of less than 9 minutes on an H200, split by shape. Tables grow in
+    --out, a shape or a slice's recompute scope at a time: what has rows there of this commit, card, torch and triton is not
+    measured again, so the same command goes on where one was cut. Compared is with results/<card>.
+    """
+    if flags:
+        raise ValueError(f"bench.py all has no flag {flags[0]}: see bench.py all --help.")
+    i, n = share_of("--part", args.part)
+    if n > 3:
+        raise ValueError(f"--part={args.part}: there are three parts at most.")
+    if not torch.cuda.is_available():
+        raise ValueError("bench.py all needs a GPU.")
+    results, where = Path(__file__).parent / "results", environment()
+    args.out.mkdir(parents=True, exist_ok=True)
+    todo = {}  # (table, command): what tells its rows
+    for name in TABLES:
+        for row in map(numbers, read_table(results / "h200" / f"{name}.csv")):
+            if PARTS.get(row["shape"], 1) % n == i - 1:
+                command, same = job(name, row)
+                todo[(name, *command)] = same
+    lines, agree = [], 0
+    for (name, *command), same in tqdm(todo.items(), desc=f"part {args.part}", unit="job"):
+        measured = measure(args.out / f"{name}.csv", command, same, where)
+        listed, alike = differences(name, read_table(results / card_name(where) / f"{name}.csv"), measured)
+        lines, agree = lines + listed, agree + alike
+        gc.collect()  # a slice in flight needs all of the memory
+        torch.cuda.empty_cache()
+    print("\n".join([*lines, f"{agree} numbers agree with results/{card_name(where)} to 5 %; {len(lines)} differ"]))
+
+
+def job(name, row):
+    """(the command that measures a row of a table and what belongs to it, {column: value} that all these have)."""
+    if name not in ("train", "in_flight"):
+        return (name, f"--shapes={row['shape']}"), {"shape": row["shape"]}
+    same = {column: row[column] for column in ("shape", "layers", "recompute", "in_flight", "limit_gib")}
+    return ("train", f"--shapes={row['shape']}", f"--layers={row['layers']:.0f}", f"--recompute={row['recompute']}",
+            f"--in_flight={row['in_flight']:.0f}", f"--memory_gb={row['limit_gib'] * 2**30 / 1e9:.1f}",
+            f"--rounds={3 if row['in_flight'] == 1 else 1}"), same
+
+
+def measure(path, command, same, where):
+    """The rows of one job in the table `path`; they are measured unless they are there."""
+    belongs = lambda row: same.items() <= numbers(row).items()
+    is_new = lambda row: all(row[name] == where[name] for name in ("device", "torch", "triton", "commit"))
+    rows = read_table(path)
+    if found := [row for row in rows if belongs(row) and is_new(row)]:
+        return found
+    part = path.with_suffix(".job.csv")
+    main([*command, f"--out={part}"])
+    found = read_table(part)
+    write_table(path, list(found[0]), [row for row in rows if not belongs(row)] + found)
+    part.unlink()
+    return found
+
+
+def differences(name, before, now, limit=0.05):
+    """(a line for each number of the rows `now` that is further from that of the same row `before`, how many are as near).
+
+    Widths of intervals are left out."""
+    key = lambda row: tuple(row[column] for column in KEYS if row.get(column) not in (None, ""))
+    known, lines, alike = {key(row): row for row in map(numbers, before)}, [], 0
+    for row in map(numbers, now):
+        title = f"{name} {', '.join(f'{part:g}' if isinstance(part, float) else part for part in key(row))}"
+        if key(row) not in known:
+            lines.append(f"{title}: is not among what was measured before")
+            continue
+        for column, value in row.items():
+            was = known[key(row)].get(column)
+            if column in (*KEYS, *COLUMNS[-5:]) or column.endswith("half_width") or value is None is was:
+                continue
+            if None in (was, value):
+                lines.append(f"{title}: {column} was {was or 'nothing'}, is {value or 'nothing'}")
+            elif abs(value - was) > limit * abs(was):
+                percent = 100 * (value / was - 1) if was else math.inf
+                lines.append(f"{title}: {column} was {was:g}, is {value:g} ({percent:+.1f} %)")
+            else:
+                alike += 1
+    return lines, alike
+
+
 # ---- comm ----
 
 # T tokens of each rank, and whose widths, experts and routing
@@ -2166,8 +2258,8 @@ def main(words):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tables = {kernels: SHAPES, gemm: GEMM_SHAPES, layer: LAYER_SHAPES, train: SLICES, comm: COMM_SHAPES}
-    for work in (loss, error, plot, kernels, gemm, layer, train, comm, kept, plan):
-        command = commands.add_parser(work.__name__, help=work.__doc__.partition("\n")[0], description=work.__doc__,
+    for work in (loss, error, plot, kernels, gemm, layer, train, all_, comm, kept, plan):
+        command = commands.add_parser(work.__name__.rstrip("_"), help=work.__doc__.partition("\n")[0], description=work.__doc__,
                                       allow_abbrev=False)
         command.set_defaults(work=work)
         if work is loss:
@@ -2192,6 +2284,9 @@ def main(words):
                 command.add_argument("--layers", type=int, default=0, help="layers; 0: 6 of V3 and V2, all of V2-Lite [0]")
                 command.add_argument("--memory_gb", type=float, default=0, help="use no more of the GPU, 80 for an H100 [all]")
                 command.add_argument("--rounds", type=int, default=6, help="turns of each precision [6]")
+        elif work is all_:
+            command.add_argument("--part", default="1/1", help="i/n: the i-th of n parts, three at most [1/1]")
+            command.add_argument("--out", type=Path, default=Path("out/all"), help="folder of the new tables [out/all]")
         elif work is kept:
             command.add_argument("table", type=Path, help="what `bench.py train` wrote")
             command.add_argument("--out", type=Path, help="also write it as a table")

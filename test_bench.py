@@ -1,4 +1,4 @@
-"""Tests of bench.py's tables: of kept bytes, and their pictures."""
+"""Tests of bench.py's tables: measured again in parts, of kept bytes, and their pictures."""
 
 import csv
 import pickle
@@ -17,6 +17,111 @@ FOLDER = Path(__file__).parent
 H200 = FOLDER / "results" / "h200"
 WHERE = {"device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "commit": "12345e6789", "date": "2026-01-01"}
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+# ---- all ----
+
+
+@pytest.fixture
+def on_a_card(monkeypatch):
+    """bench.py as on an H200 that measures what is committed, but for V3's FC1, 10 % slower, and without a row of V2-Lite:
+    yields the commands that it was given; at "stop" in them the next one is interrupted."""
+    commands = []
+
+    def measured(words):
+        if "stop" in commands:
+            commands.remove("stop")
+            raise KeyboardInterrupt
+        commands.append(words)
+        flags = dict(word[2:].split("=", 1) for word in words[1:])
+        name = "in_flight" if flags.get("in_flight", "1") != "1" else words[0]
+        rows = [row | WHERE for row in bench.read_table(H200 / f"{name}.csv")
+                if (row["shape"], row.get("recompute")) == (flags["shapes"], flags.get("recompute"))]
+        if words[0] == "gemm" and flags["shapes"] == "v3":
+            rows[0]["us"] = float(rows[0]["us"]) * 1.1
+        if words[0] == "kernels" and flags["shapes"] == "v2-lite":
+            rows[0]["kernel"] = "a new one"
+        bench.write_table(Path(flags["out"]), list(rows[0]), rows)
+
+    command_line = bench.main
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "environment", lambda: dict(WHERE))
+    monkeypatch.setattr(bench, "main", measured)
+    return commands, command_line
+
+
+def test_all_tables_in_parts(on_a_card, tmp_path, capsys):
+    commands, main = on_a_card
+    shapes = [(name, shape) for name in bench.TABLES for shape in {row["shape"] for row in bench.read_table(H200 / f"{name}.csv")}]
+    said = []
+    for part in "1/3", "2/3", "3/3":
+        main(["all", f"--part={part}", f"--out={tmp_path}"])
+        said.append(capsys.readouterr().out)
+    done = {(words[0], words[1]) for words in commands}
+    assert {name for name, _ in done} == {"kernels", "gemm", "layer", "train"}
+    assert len(commands) == len(set(map(tuple, commands))) and done >= {
+        (name, f"--shapes={shape}") for name, shape in shapes if name != "in_flight"}
+    was = float(bench.read_table(H200 / "gemm.csv")[0]["us"])
+    assert said[0].startswith(f"gemm v3, balanced, FC1, 8, 32768, 4096, 7168: us was {was:g}, is {1.1 * was:g} (+10.0 %)\n")
+    assert re.fullmatch(r"\d+ numbers agree with results/h200 to 5 %; 1 differ\n", said[0].split("\n", 1)[1])
+    assert re.fullmatch(r"\d+ numbers agree with results/h200 to 5 %; 0 differ\n", said[1])
+    assert said[2].startswith("kernels v2-lite, balanced, a new one: is not among") and said[2].count("\n") == 2
+    for name in {name for name, _ in done}:
+        again, before = bench.read_table(tmp_path / f"{name}.csv"), bench.read_table(H200 / f"{name}.csv")
+        assert len(again) == len(before) and set(again[0]) == set(before[0])
+
+
+def test_all_goes_on_where_it_stopped(on_a_card, tmp_path, capsys):
+    commands, main = on_a_card
+    measure, words = bench.main, ["all", "--part=1/3", f"--out={tmp_path}"]
+
+    def cut(job):
+        measure(job)
+        if len(commands) == 4:
+            commands.append("stop")
+
+    bench.main = cut  # put back by the fixture's monkeypatch
+    with pytest.raises(KeyboardInterrupt):
+        main(words)
+    assert len(commands) == 4
+    main(words)
+    assert len(commands) == len(set(map(tuple, commands))) > 6
+    before, first = len(commands), capsys.readouterr().out.splitlines()[-1]
+    main(words)
+    assert len(commands) == before and capsys.readouterr().out.splitlines()[-1] == first
+    WHERE["commit"], old = "another", WHERE["commit"]
+    try:
+        main(words)
+    finally:
+        WHERE["commit"] = old
+    assert len(commands) == 2 * before and {row["commit"] for row in bench.read_table(tmp_path / "train.csv")} == {"another"}
+
+
+def test_differences_by_hand():
+    row = {"shape": "v3", "precision": "fp8", "in_flight": "1", "step_ms": "100", "peak_gib": "50", "half_width": "0.01",
+           "times_bf16": "", "kept_bytes": "0", "commit": "1"}
+    changed = row | {"step_ms": "104", "peak_gib": "40", "half_width": "9", "times_bf16": "1.5", "kept_bytes": "3", "commit": "2"}
+    lines, alike = bench.differences("train", [row], [changed, changed | {"in_flight": "2"}])
+    assert alike == 1 and lines == [
+        "train v3, fp8, 1: peak_gib was 50, is 40 (-20.0 %)", "train v3, fp8, 1: times_bf16 was nothing, is 1.5",
+        "train v3, fp8, 1: kept_bytes was 0, is 3 (+inf %)", "train v3, fp8, 2: is not among what was measured before"]
+
+
+def test_a_slice_is_measured_as_it_was():
+    row = {"shape": "v3", "layers": 3.0, "recompute": "attn,norm", "in_flight": 16.0, "limit_gib": 74.5, "precision": "fp8"}
+    command, same = bench.job("in_flight", row)
+    assert command == ("train", "--shapes=v3", "--layers=3", "--recompute=attn,norm", "--in_flight=16", "--memory_gb=80.0",
+                       "--rounds=1")
+    assert round(80.0 * 1e9 / 2**30, 1) == same["limit_gib"] and "precision" not in same
+
+
+@pytest.mark.parametrize("words, fault", [
+    (["all", "--part=4/3"], "--part=4/3"), (["all", "--part=1/4"], "three parts"), (["all", "--shapes=v3"], "--shapes"),
+    (["all"], "needs a GPU"), (["kept", "none.csv"], "none.csv"), (["kept", "x.csv", "--y"], "--y")])
+def test_bad_flags(words, fault, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        bench.main(words)
 
 
 # ---- kept ----
