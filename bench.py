@@ -10,6 +10,7 @@
     python bench.py train --shapes=v3 --recompute='none;attn,norm,moe'          needs a Hopper GPU
     python bench.py all --part=1/3                                              the four above again, against results/
     torchrun --nproc_per_node=2 bench.py comm                                   needs a GPU a process
+    python bench.py runs out/a out/b --out=runs.csv                             speed and memory of runs of train.py
     python bench.py kept results/h200/train.csv                                 kept bytes by tensor
     python bench.py plan --gpus=256 --card=h100-80g --ep=32 --pp=8              any flag of train.py may follow
 
@@ -1800,6 +1801,50 @@ def differences(name, before, now, limit=0.05):
     return lines, alike
 
 
+# ---- runs ----
+
+RUN_FLAGS = ("precision", "compute", "save", "save_h", "wire", "recompute", "ep", "fsdp", "batch_size", "seq_len", "grad_accum",
+             "moments")
+RUN_COLUMNS = ("preset", "changes", "ranks", *RUN_FLAGS, "steps", "tokens_per_s", "peak_gib", *COLUMNS[-5:])
+
+
+def runs(args, flags):
+    """A table of whole training runs, from the folders that train.py wrote: settings, speed, memory.
+
+    changes: what of the model differs from the preset. tokens_per_s: of all ranks, the median over the steps behind the fifth;
+    peak_gib: of rank 0. Start it where the runs ran: but for runs of `loss`, card, versions and commit are taken from here.
+    """
+    if flags:
+        raise ValueError(f"bench.py runs has no flag {flags[0]}: see bench.py runs --help.")
+    rows = []
+    for folder in args.given:
+        config, log = read_run(folder)
+        notes, noted = (json.loads(path.read_text()) if path.exists() else {}
+                        for path in (folder / "config.json", folder / "environment.json"))
+        if "ranks" not in notes:
+            raise ValueError(f"{folder} is of an older train.py, which did not note how many ranks it had.")
+        usual = dataclasses.asdict(PRESETS[config["preset"] or "tiny"])
+        speeds = [row["tokens_per_s"] for row in log if row["step"] > 5 and "skipped" not in row]
+        if not speeds:
+            raise ValueError(f"{folder} has no step behind the fifth: train for longer.")
+        row = {"preset": config["preset"] or "tiny", "steps": log[-1]["step"], "ranks": notes["ranks"],
+               "changes": " ".join(f"{name}={value}" for name, value in notes["model"].items() if value != usual.get(name)),
+               "tokens_per_s": round(statistics.median(speeds), 1), "peak_gib": round(max(row["peak_gib"] for row in log), 2)}
+        row |= {name: config[name] for name in RUN_FLAGS}
+        rows.append(row | {name: (noted or environment())[name] for name in COLUMNS[-5:]})
+        print("{preset} {changes} on {ranks}, {precision}, recompute {recompute}, ep {ep}, fsdp {fsdp}: {tokens_per_s:.0f}"
+              " tokens/s, {peak_gib} GiB".format(**row))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write_table(args.out, RUN_COLUMNS, rows)
+    print(f"wrote {args.out}")
+
+
+def config_of(row):
+    """The train.Config that a row of `runs` tells of."""
+    return trainer.parse_flags([f"--preset={row['preset']}", *(f"--model.{change}" for change in row["changes"].split()),
+                                *(f"--{name}={row[name]}" for name in RUN_FLAGS)])
+
+
 # ---- comm ----
 
 # T tokens of each rank, and whose widths, experts and routing
@@ -2258,7 +2303,7 @@ def main(words):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tables = {kernels: SHAPES, gemm: GEMM_SHAPES, layer: LAYER_SHAPES, train: SLICES, comm: COMM_SHAPES}
-    for work in (loss, error, plot, kernels, gemm, layer, train, all_, comm, kept, plan):
+    for work in (loss, error, plot, kernels, gemm, layer, train, all_, comm, runs, kept, plan):
         command = commands.add_parser(work.__name__.rstrip("_"), help=work.__doc__.partition("\n")[0], description=work.__doc__,
                                       allow_abbrev=False)
         command.set_defaults(work=work)
@@ -2287,6 +2332,9 @@ def main(words):
         elif work is all_:
             command.add_argument("--part", default="1/1", help="i/n: the i-th of n parts, three at most [1/1]")
             command.add_argument("--out", type=Path, default=Path("out/all"), help="folder of the new tables [out/all]")
+        elif work is runs:
+            command.add_argument("given", type=Path, nargs="+", help="the folder of a run of train.py")
+            command.add_argument("--out", type=Path, default=Path("out/runs.csv"), help="the table [out/runs.csv]")
         elif work is kept:
             command.add_argument("table", type=Path, help="what `bench.py train` wrote")
             command.add_argument("--out", type=Path, help="also write it as a table")

@@ -1,8 +1,10 @@
-"""Tests of bench.py's tables: measured again in parts, of kept bytes, and their pictures."""
+"""Tests of bench.py's tables: measured again in parts, of whole runs, of kept bytes, and their pictures."""
 
 import csv
+import json
 import pickle
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -117,7 +119,7 @@ def test_a_slice_is_measured_as_it_was():
 
 @pytest.mark.parametrize("words, fault", [
     (["all", "--part=4/3"], "--part=4/3"), (["all", "--part=1/4"], "three parts"), (["all", "--shapes=v3"], "--shapes"),
-    (["all"], "needs a GPU"), (["kept", "none.csv"], "none.csv"), (["kept", "x.csv", "--y"], "--y")])
+    (["all"], "needs a GPU"), (["kept", "none.csv"], "none.csv"), (["kept", "x.csv", "--y"], "--y"), (["runs", "a", "--y"], "--y")])
 def test_bad_flags(words, fault, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=re.escape(fault)):
@@ -157,6 +159,39 @@ def test_a_slice_keeps_what_the_formula_says(precision, monkeypatch):
         part.kept()  # kernels are compiled, weights quantised
         formula = sum(bench.kept_by_tensor(part.config, precision, scope, part.ranks).values())
         assert part.kept() == pytest.approx(formula, rel=0.02), scope
+
+
+# ---- runs ----
+
+
+def a_run(folder, speeds, ranks=2, changes={}, **settings):
+    """A folder such as train.py leaves."""
+    config = train.Config(preset="v2-lite", **settings)
+    folder.mkdir()
+    notes = {"config": asdict(config), "model": asdict(replace(PRESETS["v2-lite"], **changes)), "ranks": ranks}
+    (folder / "config.json").write_text(json.dumps(notes))
+    rows = [{"step": i, "tokens_per_s": speed, "peak_gib": 30 + min(i, 3)} for i, speed in enumerate(speeds, 1)]
+    (folder / "log.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return config
+
+
+def test_a_table_of_whole_runs(tmp_path):
+    """Speeds before the sixth step do not count; a row brings back the settings of its run."""
+    a_run(tmp_path / "a", [1, 2, 3, 4, 5, 700, 500, 600], ep=2, moments="bf16", seq_len=4096, batch_size=1)
+    b = a_run(tmp_path / "b", range(1, 8), 4, dict(n_layers=4), ep=2, fsdp=4, wire="fp4-fp8", recompute="norm,mla_up", grad_accum=2)
+    (tmp_path / "b" / "environment.json").write_text(json.dumps({"arm": "mxfp4"} | WHERE))
+    bench.main(["runs", str(tmp_path / "a"), str(tmp_path / "b"), f"--out={tmp_path / 'ep.csv'}"])
+    rows = bench.read_table(tmp_path / "ep.csv")
+    assert [tuple(row) for row in rows] == [bench.RUN_COLUMNS] * 2
+    assert [(row["tokens_per_s"], row["peak_gib"], row["ranks"], row["changes"], row["steps"]) for row in rows] == [
+        ("600", "33", "2", "", "8"), ("6.5", "33", "4", "n_layers=4", "7")]
+    assert rows[1]["device"] == "NVIDIA H200" and rows[0]["device"] != "NVIDIA H200"
+    config = bench.config_of(rows[1])
+    assert config.model == {"n_layers": 4} and all(getattr(config, name) == getattr(b, name) for name in bench.RUN_FLAGS)
+    assert train.choose_model(config, None) == replace(PRESETS["v2-lite"], n_layers=4)
+    a_run(tmp_path / "short", [1] * 5)
+    with pytest.raises(ValueError, match="fifth"):
+        bench.main(["runs", str(tmp_path / "short")])
 
 
 # ---- pictures ----
