@@ -1746,8 +1746,6 @@ def all_(args, flags):
         measured = measure(args.out / f"{name}.csv", command, same, where)
         listed, alike = differences(name, read_table(results / card_name(where) / f"{name}.csv"), measured)
         lines, agree = lines + listed, agree + alike
-        gc.collect()  # a slice in flight needs all of the memory
-        torch.cuda.empty_cache()
     print("\n".join([*lines, f"{agree} numbers agree with results/{card_name(where)} to 5 %; {len(lines)} differ"]))
 
 
@@ -1770,6 +1768,8 @@ def measure(path, command, same, where):
         return found
     part = path.with_suffix(".job.csv")
     main([*command, f"--out={part}"])
+    gc.collect()  # what comes next may need all of the memory
+    torch.cuda.empty_cache()
     found = read_table(part)
     write_table(path, list(found[0]), [row for row in rows if not belongs(row)] + found)
     part.unlink()

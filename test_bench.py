@@ -47,6 +47,7 @@ def on_a_card(monkeypatch):
 
     command_line = bench.main
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench.gc, "collect", lambda: None)
     monkeypatch.setattr(bench, "environment", lambda: dict(WHERE))
     monkeypatch.setattr(bench, "main", measured)
     return commands, command_line
@@ -115,6 +116,14 @@ def test_a_slice_is_measured_as_it_was():
     assert command == ("train", "--shapes=v3", "--layers=3", "--recompute=attn,norm", "--in_flight=16", "--memory_gb=80.0",
                        "--rounds=1")
     assert round(80.0 * 1e9 / 2**30, 1) == same["limit_gib"] and "precision" not in same
+
+
+@pytest.mark.parametrize("name", bench.TABLES)
+def test_the_command_line_knows_what_all_asks_for(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words in {bench.job(name, bench.numbers(row))[0] for row in bench.read_table(H200 / f"{name}.csv")}:
+        with pytest.raises(ValueError, match="needs a GPU"):
+            bench.main([*words, f"--out={tmp_path / 'x.csv'}"])
 
 
 @pytest.mark.parametrize("words, fault", [
