@@ -836,8 +836,9 @@ def draw_error(figure, rows):
         here = [[row for row in rows if (row["step"], row["setting"]) == (step, setting)] for setting in settings]
         spread = [interval([row["percent_from_bf16"] for row in found]) if found else (math.nan, 0) for found in here]
         half = [found[0]["percent_interval"] if len(found) == 1 else h for found, (_, h) in zip(here, spread)]
-        left.errorbar([mean for mean, _ in spread], [y + (i + 0.5) / len(steps) / 2 - 0.25 for y in range(len(settings))],
-                      xerr=half, fmt="o", ms=3.5, lw=1, color=(COLOURS["bf16"], *MORE_COLOURS[1:])[i % 6], label=f"step {step:.0f}")
+        at = [y + (i + 0.5) / len(steps) / 2 - 0.25 for y in range(len(settings))]
+        left.errorbar([mean for mean, _ in spread], at, xerr=half, fmt="o", ms=3.5, lw=1, label=f"step {step:.0f}",
+                      color=(COLOURS["bf16"], *MORE_COLOURS[1:])[i % 6])
     aside = lambda cosine: math.nan if cosine is None else 100 * math.sqrt(max(0, 1 - cosine**2))
     turned = [[statistics.fmean(aside(row[f"cosine_{kind}"]) for row in rows if row["setting"] == setting) for kind in kinds]
               for setting in settings]
