@@ -214,7 +214,7 @@ def test_a_table_of_whole_runs(tmp_path):
 
 
 def test_pictures_of_errors_and_of_runs_in_flight(tmp_path):
-    """Some rows are empty: a precision that never fits, one that fits nowhere below 140 GB, a kind without gradients."""
+    """Some rows are empty: a precision that never fits, one that fits only above 140 GB, a kind without gradients."""
     pytest.importorskip("matplotlib")
     blank = dict.fromkeys((*bench.TRAIN_COLUMNS, *bench.ERROR_COLUMNS), "") | WHERE
     flying = [blank | {"shape": shape, "layers": 3, "precision": precision, "recompute": scope, "in_flight": 16}
