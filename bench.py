@@ -9,7 +9,10 @@
     python bench.py layer --shapes=v3,v2,v2-lite                                needs a Hopper GPU
     python bench.py train --shapes=v3 --recompute='none;attn,norm,moe'          needs a Hopper GPU
     python bench.py profile --shapes=v3                                         needs a Hopper GPU
+    python bench.py all --part=1/3                                              the four above again, against results/
     torchrun --nproc_per_node=2 bench.py comm                                   needs a GPU a process
+    python bench.py runs out/a out/b --out=runs.csv                             speed and memory of runs of train.py
+    python bench.py kept results/h200/train.csv                                 kept bytes by tensor
     python bench.py plan --gpus=256 --card=h100-80g --ep=32 --pp=8              any flag of train.py may follow
 
 Loss. Does a narrower format cost accuracy? Two seeds of one format end farther apart than two formats do, so formats
@@ -155,23 +158,29 @@ def loss(args, flags):
         raise ValueError(f"--precisions: there is no {min(unknown)}; choose among {', '.join(ARMS)}.")
     if "paper" in precisions:
         check_paper(usual.compute or "fp8", usual.recompute)
-    share = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", args.runs)
-    if not share or int(share[1]) > int(share[2]):
-        raise ValueError(f"--runs={args.runs}: give i/n, the i-th of n shares, 1/2 for example.")
+    i, n = share_of("--runs", args.runs)
     pyplot()  # rather missing now than after hours
     if taken := {word.partition("=")[0] for word in flags} & {"--precision", "--seed", "--out_dir", "--resume"}:
         raise ValueError(f"bench.py loss sets {min(taken)} itself: use --precisions, --seeds and --out.")
     deadline = time.monotonic() + 60 * args.slice_minutes if args.slice_minutes else math.inf
-    runs = list(itertools.product(map(int, seeds), precisions))[int(share[1]) - 1 :: int(share[2])]
-    for done, (seed, precision) in enumerate(runs):
+    mine = list(itertools.product(map(int, seeds), precisions))[i - 1 :: n]
+    for done, (seed, precision) in enumerate(mine):
         if not train_until(deadline, args.out / f"{precision}-{seed}", usual, precision, seed):
-            print(f"the slice of {args.slice_minutes:g} minutes is over, {done} of {len(runs)} runs are finished: the same"
+            print(f"the slice of {args.slice_minutes:g} minutes is over, {done} of {len(mine)} runs are finished: the same"
                   f" command goes on")
             break
     rows = table(args.out)
     if rows:
         print(summary(rows, args.out))
         plot_runs([args.out / f"{row['precision']}-{row['seed']}" for row in rows], args.out / "loss.png")
+
+
+def share_of(flag, text):
+    """(i, n) of i/n, the i-th of n shares. ValueError: it is none."""
+    share = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if not share or int(share[1]) > int(share[2]):
+        raise ValueError(f"{flag}={text}: give i/n, the i-th of n shares, 1/2 for example.")
+    return int(share[1]), int(share[2])
 
 
 def train_until(deadline, folder, usual, precision, seed):
@@ -239,9 +248,10 @@ def is_finished(folder, config):
     if not (folder / "log.jsonl").exists():
         return False
     before, rows = read_run(folder)
+    before = dataclasses.asdict(trainer.Config()) | before  # which may be older than a setting
     for name, now in dataclasses.asdict(config).items():
-        if before.get(name) != now:
-            raise ValueError(f"{folder} was run with {name}={before.get(name)}, not {now}: choose another --out.")
+        if before[name] != now:
+            raise ValueError(f"{folder} was run with {name}={before[name]}, not {now}: choose another --out.")
     return is_done(before, rows)
 
 
@@ -549,7 +559,8 @@ def error_line(row):
 def plot(args, flags):
     """Draws tables into a PNG beside each, and the losses of runs, given by their out_dir, into one PNG.
 
-    A table is a csv that kernels, gemm, layer, train or comm wrote; which of them is read off its columns."""
+    A table is a csv that kernels, gemm, layer, train, comm or error wrote; which of them is read off its columns, and whether
+    rows of train are of several micro-batches in flight."""
     if flags:
         raise ValueError(f"bench.py plot has no flag {flags[0]}: see bench.py plot --help.")
     tables = [path for path in args.given if path.suffix == ".csv"]
@@ -615,13 +626,13 @@ def running_mean(rows):
 def plot_table(path, out):
     """One PNG of one table. ValueError: its columns are those of none."""
     kinds = {draw_kernels: KERNEL_COLUMNS, draw_gemm: GEMM_COLUMNS, draw_layer: LAYER_COLUMNS, draw_train: TRAIN_COLUMNS,
-             draw_comm: COMM_COLUMNS}
+             draw_comm: COMM_COLUMNS, draw_error: ERROR_COLUMNS}
     with path.open(newline="") as file:
         table = csv.DictReader(file)
-        rows = [{name: cell if name in COLUMNS[-5:] else number(cell) for name, cell in row.items()} for row in table]
+        rows = list(map(numbers, table))
         draw = next((draw for draw, columns in kinds.items() if set(columns) <= set(table.fieldnames or ())), None)
     if not draw or not rows:
-        raise ValueError(f"{path} is no table of bench.py kernels, gemm, layer, train or comm{' with rows' * bool(draw)}.")
+        raise ValueError(f"{path} is no table of bench.py kernels, gemm, layer, train, comm or error{' with rows' * bool(draw)}.")
     plt = pyplot()
     from PIL import Image  # matplotlib needs it too
 
@@ -643,6 +654,19 @@ def number(cell):
         return float(cell)
     except (TypeError, ValueError):
         return cell or None
+
+
+def numbers(row):
+    """A row of a table, what are no facts of its environment as numbers."""
+    return {name: cell if name in COLUMNS[-5:] else number(cell) for name, cell in row.items()}
+
+
+def read_table(path):
+    """The rows of a table, as texts; none where there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def shape_title(name):
@@ -746,6 +770,8 @@ def draw_train(figure, rows):
     """Two panels a shape. Above: speed of a slice's layers against what they keep, a line a precision, a point a scope.
     Below: which tensors a MoE layer keeps, by formula, and the speed over bf16 in the same scope. Shapes stand side by side while
     their bars have room."""
+    if rows[0]["in_flight"] > 1:
+        return draw_in_flight(figure, rows)
     shapes = {shape: [row for row in rows if row["shape"] == shape] for shape in values(rows, "shape")}
     if len(rows) <= 24:
         figure.set_size_inches(10, 8)
@@ -773,6 +799,65 @@ def draw_train(figure, rows):
     figure.legend(*panels[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
     return ("bench.py train: one rank's part, layers forward and backward; factors: speed over bf16; "
             "error bars: 95 % interval of the speed over fp8")
+
+
+def draw_in_flight(figure, rows):
+    """A panel a shape: the speed of the fastest of the scopes that fit into so much memory, a line a precision. Marks: scopes."""
+    shapes, low, high = values(rows, "shape"), 40, 140
+    figure.set_size_inches(10, 1 + 3.4 * len(shapes))
+    panels = figure.subplots(len(shapes), 1, squeeze=False)[:, 0]
+    for panel, shape in zip(panels, shapes):
+        here = [row for row in rows if row["shape"] == shape]
+        for name in values(here, "precision"):
+            ran = sorted((row["peak_gib"] * 2**30 / 1e9, row["tokens_per_s"] / 1e3, row["recompute"]) for row in here
+                         if row["precision"] == name and row["tokens_per_s"])
+            best = [one for i, one in enumerate(ran) if all(one[1] > other[1] for other in ran[:i])]
+            x, y = ([one[i] for one in best] for i in (0, 1))
+            panel.step(x + [max([high, *x])], y + y[-1:] or [math.nan], where="post", color=COLOURS[name], lw=1.5, label=name)
+            panel.plot([one[0] for one in ran], [one[1] for one in ran], "o", ms=3.5, alpha=0.5, color=COLOURS[name])
+            for gb, speed, scope in best:
+                if gb <= high:
+                    panel.annotate(scope, (max(gb, low), speed), (3, 3 if name == "mxfp4" else -10), textcoords="offset points",
+                                   fontsize=8, color=COLOURS[name])
+        what = f"{here[0]['layers']:.0f} layers, {here[0]['in_flight']:.0f} micro-batches in flight"
+        panel.set(title=f"{shape_title(shape)}, {what}", xlabel="memory limit, GB", ylabel="thousand tokens/s", xlim=(low, high))
+        panel.margins(y=0.12)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return ("bench.py train: one rank's part, whole steps. Lines: the fastest recompute scope whose peak is below a limit;\n"
+            "marks: each scope at its peak")
+
+
+def draw_error(figure, rows):
+    """Left: the loss of each setting against bf16's at the same weights, a mark for all checkpoints of a step. Right: how far
+    gradients turn away, by kind of weight, the mean over checkpoints."""
+    steps, settings, kinds = sorted(values(rows, "step")), values(rows, "setting"), [*KINDS, "all"]
+    figure.set_size_inches(10, 1.8 + 0.24 * len(settings))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2, 3))
+    for i, step in enumerate(steps):
+        here = [[row for row in rows if (row["step"], row["setting"]) == (step, setting)] for setting in settings]
+        spread = [interval([row["percent_from_bf16"] for row in found]) if found else (math.nan, 0) for found in here]
+        half = [found[0]["percent_interval"] if len(found) == 1 else h for found, (_, h) in zip(here, spread)]
+        at = [y + (i + 0.5) / len(steps) / 2 - 0.25 for y in range(len(settings))]
+        left.errorbar([mean for mean, _ in spread], at, xerr=half, fmt="o", ms=3.5, lw=1, label=f"step {step:.0f}",
+                      color=(COLOURS["bf16"], *MORE_COLOURS[1:])[i % 6])
+    aside = lambda cosine: math.nan if cosine is None else 100 * math.sqrt(max(0, 1 - cosine**2))
+    turned = [[statistics.fmean(aside(row[f"cosine_{kind}"]) for row in rows if row["setting"] == setting) for kind in kinds]
+              for setting in settings]
+    most = max((value for line in turned for value in line if value == value), default=0)
+    right.imshow(turned, cmap="Oranges", aspect="auto", vmin=0)
+    for y, x in itertools.product(range(len(settings)), range(len(kinds))):
+        right.text(x, y, f"{turned[y][x]:.1f}", ha="center", va="center", fontsize=7.5, color="wk"[turned[y][x] <= 0.6 * most])
+    left.axvline(0, color="k", lw=0.8)
+    left.set(title="validation loss of the quantised forward", xlabel="% from bf16", yticks=range(len(settings)),
+             yticklabels=settings, ylim=(len(settings) - 0.5, -0.5))
+    left.legend(title="checkpoint of", title_fontsize=8)
+    right.set(title="gradient: part at right angles to bf16's, % of its norm", xticks=range(len(kinds)),
+              xticklabels=[re.sub("mla|fc", lambda found: found[0].upper(), kind).replace("_", "\n") for kind in kinds])
+    right.grid(visible=False)
+    right.tick_params(length=0)
+    number_of = len(values(rows, "checkpoint"))
+    return (f"bench.py error: {number_of} checkpoint{'s' * (number_of > 1)}, {rows[0]['tokens']:.0f} tokens, gradients of"
+            f" {rows[0]['batches']:.0f} batches; bars: 95 % interval")
 
 
 def draw_kept(panel, shape, rows):
@@ -1351,8 +1436,8 @@ def train(args, flags):
     if min(args.in_flight, args.rounds) < 1:
         raise ValueError(f"--in_flight={args.in_flight} --rounds={args.rounds}: both are at least 1.")
     with results_file(args.out, "train", TRAIN_COLUMNS) as (where, write):
-        if args.memory_gb:
-            torch.cuda.set_per_process_memory_fraction(min(args.memory_gb * 1e9 / torch.cuda.mem_get_info()[1], 1.0))
+        share = args.memory_gb * 1e9 / torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(share or 1.0, 1.0))  # all again where a call before set less
         for name in names:
             part = Slice(name, args.layers, args.in_flight)
             gc.collect()
@@ -1577,12 +1662,17 @@ def slice_row(part, scope, name, found, kept, peak):
             if other == "fp8" and len(ratios) > 1:
                 row[f"{prefix}half_width"] = round(1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5, 4)
     parts = sum(ms[what] for what in ("layers", "head", "weights", "optimizer"))
-    formula = [sum(model.kept_bytes(config, RECIPES[name], part.net.recompute, part.ranks, dense=i < config.n_dense).values())
-               for i in range(config.n_layers)]
     return row | {f"{what}_ms": round(ms[what], 2) for what in ms} | {
         "layers_tokens_per_s": round(1e3 * tokens / ms["layers"], 1), "tokens_per_s": round(1e3 * tokens / ms["step"], 1),
         "step_share_of_parts": round(parts / ms["step"], 4), "peak_gib": round(peak, 2), "kept_bytes": round(kept),
-        "kept_bytes_formula": round(statistics.fmean(formula))}
+        "kept_bytes_formula": round(sum(kept_by_tensor(config, name, scope, part.ranks).values()))}
+
+
+def kept_by_tensor(config, precision, scope, ranks):
+    """model.kept_bytes of a token and layer, the mean over a slice's layers."""
+    recompute = frozenset(scope.split(",")) - {"none"}
+    layers = [model.kept_bytes(config, RECIPES[precision], recompute, ranks, i < config.n_dense) for i in range(config.n_layers)]
+    return {name: statistics.fmean(layer.get(name, 0) for layer in layers) for name in layers[-1]}
 
 
 def gpu_ms(work):
@@ -1599,7 +1689,7 @@ def gpu_ms(work):
 # ---- profile ----
 
 # kinds of kernels by what is in their names, the first that matches; what matches none is PyTorch's
-KINDS = {"GEMM": "gemm|nvjet|cutlass|xmma", "attention": "sdpa|fmha|flash", "optimizer": "_adamw|lpnorm|multi_tensor",
+KERNEL_KINDS = {"GEMM": "gemm|nvjet|cutlass|xmma", "attention": "sdpa|fmha|flash", "optimizer": "_adamw|lpnorm|multi_tensor",
          "data movement": r"^_[a-z]|mem(cpy|set)"}
 PROFILE_COLUMNS = ("shape", "layers", "precision", "recompute", "kind", "ms", "percent", "launches", "device", "torch", "triton",
                    "commit", "date")
@@ -1643,10 +1733,10 @@ def kernel_spans(step):
 
 def profile_rows(spans):
     """Sums by kind; what overlaps counts for the kernel that began first."""
-    sums = {kind: [0.0, 0] for kind in (*KINDS, "PyTorch's own", "idle")}
+    sums = {kind: [0.0, 0] for kind in (*KERNEL_KINDS, "PyTorch's own", "idle")}
     begin = now = spans[0][0]
     for start, end, name in spans:
-        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.I)), "PyTorch's own")
+        kind = next((kind for kind, pattern in KERNEL_KINDS.items() if re.search(pattern, name, re.I)), "PyTorch's own")
         sums["idle"][0] += max(0, start - now)
         sums[kind][0] += max(0, end - max(now, start))
         sums[kind][1] += 1
@@ -1662,6 +1752,169 @@ def print_kernels(spans):
         kernels.setdefault(name[:80], []).append(end - start)
     for name, us in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:60]:
         print(f"{sum(us) / 1e3:10.3f} ms {len(us):5} {name}")
+
+
+def kept(args, flags):
+    """Kept bytes by tensor, from a table of `train`, beside what the allocator held there.
+
+    Bytes a token and layer between forward and backward, the mean over a slice's layers: each tensor by formula
+    (model.kept_bytes), then their sum, what the allocator held, and how many percent that is more. --out: also as a csv.
+    """
+    if flags:
+        raise ValueError(f"bench.py kept has no flag {flags[0]}: see bench.py kept --help.")
+    rows, found = [row for row in read_table(args.table) if row.get("kept_bytes")], []
+    if not rows or not set(TRAIN_COLUMNS) <= set(rows[0]):
+        raise ValueError(f"{args.table} is no table of bench.py train with rows.")
+    for row in rows:
+        ranks, _, cut = SLICES[row["shape"]]
+        config = dataclasses.replace(PRESETS[row["shape"]], **cut | {"n_layers": int(row["layers"])})
+        tensors = kept_by_tensor(config, row["precision"], row["recompute"], ranks)
+        total, held = sum(tensors.values()), float(row["kept_bytes"])
+        found.append({name: row[name] for name in ("shape", "layers", "precision", "recompute")}
+                     | {name: round(size) for name, size in tensors.items()}
+                     | {"sum": round(total), "allocator": round(held), "percent_more": round(100 * (held / total - 1), 2)}
+                     | {name: row[name] for name in COLUMNS[-5:]})
+        print("{shape}, {layers} layers, {precision}, recompute {recompute}: ".format(**row)
+              + " + ".join(f"{size:.0f} {name}" for name, size in tensors.items() if size)
+              + f" = {total:.0f} B, the allocator held {held:.0f}, {100 * (held / total - 1):+.2f} %")
+    if args.out:
+        write_table(args.out, list(found[0]), found)
+        print(f"wrote {args.out}")
+
+
+# ---- all ----
+
+TABLES = ("kernels", "gemm", "layer", "train", "in_flight")  # of one GPU; in_flight is one of `train` too
+PARTS = {"v3": 0, "v2-lite": 2, "v3-all": 2}  # which of three parts has a shape; others are in the middle one
+KEYS = ("shape", "groups", "kernel", "pair", "gemm", "E", "M", "N", "K", "layer", "layers", "precision", "recompute", "in_flight",
+        "tokens", "limit_gib")
+
+
+def all_(args, flags):
+    """Measures every committed table of one GPU again, in parts, and lists what differs by more than 5 %.
+
+    What is measured is what results/h200 has rows of: kernels.csv, gemm.csv, layer.csv, train.csv (three rounds) and
+    in_flight.csv (one round). --part=i/3 is one of three parts of less than 9 minutes on an H200, split by shape. Tables grow in
+    --out, a shape or a slice's recompute scope at a time: what has rows there of this commit, card, torch and triton is not
+    measured again, so the same command goes on where one was cut. Compared is with results/<card>.
+    """
+    if flags:
+        raise ValueError(f"bench.py all has no flag {flags[0]}: see bench.py all --help.")
+    i, n = share_of("--part", args.part)
+    if n > 3:
+        raise ValueError(f"--part={args.part}: there are three parts at most.")
+    if not torch.cuda.is_available():
+        raise ValueError("bench.py all needs a GPU.")
+    results, where = Path(__file__).parent / "results", environment()
+    args.out.mkdir(parents=True, exist_ok=True)
+    todo = {}  # (table, command): what tells its rows
+    for name in TABLES:
+        for row in map(numbers, read_table(results / "h200" / f"{name}.csv")):
+            if PARTS.get(row["shape"], 1) % n == i - 1:
+                command, same = job(name, row)
+                todo[(name, *command)] = same
+    lines, agree = [], 0
+    for (name, *command), same in tqdm(todo.items(), desc=f"part {args.part}", unit="job"):
+        measured = measure(args.out / f"{name}.csv", command, same, where)
+        listed, alike = differences(name, read_table(results / card_name(where) / f"{name}.csv"), measured)
+        lines, agree = lines + listed, agree + alike
+    print("\n".join([*lines, f"{agree} numbers agree with results/{card_name(where)} to 5 %; {len(lines)} differ"]))
+
+
+def job(name, row):
+    """(the command that measures a row of a table and what belongs to it, {column: value} that all these have)."""
+    if name not in ("train", "in_flight"):
+        return (name, f"--shapes={row['shape']}"), {"shape": row["shape"]}
+    same = {column: row[column] for column in ("shape", "layers", "recompute", "in_flight", "limit_gib")}
+    return ("train", f"--shapes={row['shape']}", f"--layers={row['layers']:.0f}", f"--recompute={row['recompute']}",
+            f"--in_flight={row['in_flight']:.0f}", f"--memory_gb={row['limit_gib'] * 2**30 / 1e9:.1f}",
+            f"--rounds={3 if row['in_flight'] == 1 else 1}"), same
+
+
+def measure(path, command, same, where):
+    """The rows of one job in the table `path`; they are measured unless they are there."""
+    belongs = lambda row: same.items() <= numbers(row).items()
+    is_new = lambda row: all(row[name] == where[name] for name in ("device", "torch", "triton", "commit"))
+    rows = read_table(path)
+    if found := [row for row in rows if belongs(row) and is_new(row)]:
+        return found
+    part = path.with_suffix(".job.csv")
+    main([*command, f"--out={part}"])
+    gc.collect()  # what comes next may need all of the memory
+    torch.cuda.empty_cache()
+    found = read_table(part)
+    write_table(path, list(found[0]), [row for row in rows if not belongs(row)] + found)
+    part.unlink()
+    return found
+
+
+def differences(name, before, now, limit=0.05):
+    """(a line for each number of the rows `now` that is further from that of the same row `before`, how many are as near).
+
+    Widths of intervals are left out."""
+    key = lambda row: tuple(row[column] for column in KEYS if row.get(column) not in (None, ""))
+    known, lines, alike = {key(row): row for row in map(numbers, before)}, [], 0
+    for row in map(numbers, now):
+        title = f"{name} {', '.join(f'{part:g}' if isinstance(part, float) else part for part in key(row))}"
+        if key(row) not in known:
+            lines.append(f"{title}: is not among what was measured before")
+            continue
+        for column, value in row.items():
+            was = known[key(row)].get(column)
+            if column in (*KEYS, *COLUMNS[-5:]) or column.endswith("half_width") or value is None is was:
+                continue
+            if None in (was, value):
+                lines.append(f"{title}: {column} was {was or 'nothing'}, is {value or 'nothing'}")
+            elif abs(value - was) > limit * abs(was):
+                percent = 100 * (value / was - 1) if was else math.inf
+                lines.append(f"{title}: {column} was {was:g}, is {value:g} ({percent:+.1f} %)")
+            else:
+                alike += 1
+    return lines, alike
+
+
+# ---- runs ----
+
+RUN_FLAGS = ("precision", "compute", "save", "save_h", "wire", "recompute", "ep", "fsdp", "batch_size", "seq_len", "grad_accum",
+             "moments")
+RUN_COLUMNS = ("preset", "changes", "ranks", *RUN_FLAGS, "steps", "tokens_per_s", "peak_gib", *COLUMNS[-5:])
+
+
+def runs(args, flags):
+    """A table of whole training runs, from the folders that train.py wrote: settings, speed, memory.
+
+    changes: what of the model differs from the preset. tokens_per_s: of all ranks, the median over the steps behind the fifth;
+    peak_gib: of rank 0. Start it where the runs ran: but for runs of `loss`, card, versions and commit are taken from here.
+    """
+    if flags:
+        raise ValueError(f"bench.py runs has no flag {flags[0]}: see bench.py runs --help.")
+    rows = []
+    for folder in args.given:
+        config, log = read_run(folder)
+        notes, noted = (json.loads(path.read_text()) if path.exists() else {}
+                        for path in (folder / "config.json", folder / "environment.json"))
+        if "ranks" not in notes:
+            raise ValueError(f"{folder} is of an older train.py, which did not note how many ranks it had.")
+        usual = dataclasses.asdict(PRESETS[config["preset"] or "tiny"])
+        speeds = [row["tokens_per_s"] for row in log if row["step"] > 5 and "skipped" not in row]
+        if not speeds:
+            raise ValueError(f"{folder} has no step behind the fifth: train for longer.")
+        row = {"preset": config["preset"] or "tiny", "steps": log[-1]["step"], "ranks": notes["ranks"],
+               "changes": " ".join(f"{name}={value}" for name, value in notes["model"].items() if value != usual.get(name)),
+               "tokens_per_s": round(statistics.median(speeds), 1), "peak_gib": round(max(row["peak_gib"] for row in log), 2)}
+        row |= {name: config[name] for name in RUN_FLAGS}
+        rows.append(row | {name: (noted or environment())[name] for name in COLUMNS[-5:]})
+        print("{preset} {changes} on {ranks}, {precision}, recompute {recompute}, ep {ep}, fsdp {fsdp}: {tokens_per_s:.0f}"
+              " tokens/s, {peak_gib} GiB".format(**row))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write_table(args.out, RUN_COLUMNS, rows)
+    print(f"wrote {args.out}")
+
+
+def config_of(row):
+    """The train.Config that a row of `runs` tells of."""
+    return trainer.parse_flags([f"--preset={row['preset']}", *(f"--model.{change}" for change in row["changes"].split()),
+                                *(f"--{name}={row[name]}" for name in RUN_FLAGS)])
 
 
 # ---- comm ----
@@ -2124,8 +2377,8 @@ def main(words):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tables = {kernels: SHAPES, gemm: GEMM_SHAPES, layer: LAYER_SHAPES, train: SLICES, profile: SLICES, comm: COMM_SHAPES}
-    for work in (loss, error, plot, kernels, gemm, layer, train, profile, comm, plan):
-        command = commands.add_parser(work.__name__, help=work.__doc__.partition("\n")[0], description=work.__doc__,
+    for work in (loss, error, plot, kernels, gemm, layer, train, profile, all_, comm, runs, kept, plan):
+        command = commands.add_parser(work.__name__.rstrip("_"), help=work.__doc__.partition("\n")[0], description=work.__doc__,
                                       allow_abbrev=False)
         command.set_defaults(work=work)
         if work is loss:
@@ -2154,6 +2407,15 @@ def main(words):
                 command.add_argument("--layers", type=int, default=0, help="layers; 0: 6 of V3 and V2, all of V2-Lite [0]")
                 command.add_argument("--memory_gb", type=float, default=0, help="use no more of the GPU, 80 for an H100 [all]")
                 command.add_argument("--rounds", type=int, default=6, help="turns of each precision [6]")
+        elif work is all_:
+            command.add_argument("--part", default="1/1", help="i/n: the i-th of n parts, three at most [1/1]")
+            command.add_argument("--out", type=Path, default=Path("out/all"), help="folder of the new tables [out/all]")
+        elif work is runs:
+            command.add_argument("given", type=Path, nargs="+", help="the folder of a run of train.py")
+            command.add_argument("--out", type=Path, default=Path("out/runs.csv"), help="the table [out/runs.csv]")
+        elif work is kept:
+            command.add_argument("table", type=Path, help="what `bench.py train` wrote")
+            command.add_argument("--out", type=Path, help="also write it as a table")
         elif work is plan:
             command.add_argument("--gpus", type=int, default=1, help="of all stages [1]")
             command.add_argument("--card", default="h200", help=f"{', '.join(CARDS)} [h200]")

@@ -145,6 +145,35 @@ def test_time_of_measured_steps():
     assert len(errors) >= 18 and max(map(abs, errors.values())) < 0.10, errors
 
 
+def whole_runs(path):
+    """(row of a table of `bench.py runs`, what is predicted for it: GiB a rank, tokens/s of all ranks)."""
+    for row in bench.read_table(path):
+        found = bench.predict(bench.config_of(row), int(row["ranks"]), 1, "h200")["row"]
+        yield row, found["memory_gib"], found["tokens_per_s_gpu"] * int(row["ranks"])
+
+
+def test_whole_runs_on_several_gpus():
+    """Their network, too, is only predicted."""
+    if not (path := FOLDER / "results" / "h200" / "ep.csv").exists():
+        pytest.skip("results/h200/ep.csv has not been measured")
+    errors = {tuple(row.values())[:9]: (gib / float(row["peak_gib"]) - 1, speed / float(row["tokens_per_s"]) - 1)
+              for row, gib, speed in whole_runs(path)}
+    assert errors and max(abs(memory) for memory, _ in errors.values()) < 0.05, errors
+    assert max(abs(time) for _, time in errors.values()) < 0.10, errors
+
+
+def test_a_row_of_a_whole_run_says_what_is_predicted(tmp_path):
+    row = dict.fromkeys(bench.RUN_COLUMNS, "") | dict(
+        preset="v2-lite", changes="n_layers=8", ranks=2, precision="fp8", recompute="norm,mla_up", ep=2, fsdp=1, batch_size=2,
+        seq_len=4096, grad_accum=3, moments="bf16")
+    bench.write_table(tmp_path / "ep.csv", bench.RUN_COLUMNS, [row])
+    (_, gib, speed), = whole_runs(tmp_path / "ep.csv")
+    s = share("v2-lite", "fp8", "norm,mla_up", {"n_layers": 8}, ep=2, moment=2, tokens=8192, micro_batches=3)
+    ms = sum(t * (1 if name in bench.ONCE else 3) for name, t in bench.step_ms(s, CARD, 2).items())
+    assert gib == pytest.approx(sum(model.memory(s).values()) / 2**30, abs=0.01)
+    assert speed == pytest.approx(2 * 3 * 8192 / ms * 1e3, rel=1e-3)
+
+
 # ---- the command ----
 
 

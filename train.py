@@ -116,6 +116,7 @@ class Config:
     eval_steps: int = 10  # validation batches (batch_size sequences each), over all ranks
     save_every: int = 100  # steps between checkpoints; 0: only after the last step
     diagnose: bool = False  # at each evaluation, what quantisation does to each tensor, into out_dir/diagnose.jsonl
+    memory_snapshot: bool = False  # of an early step, out_dir/memory.pickle to be looked at on pytorch.org/memory_viz
     log_every: int = 1  # steps between rows of log.jsonl; evaluations and skipped steps always have one
     out_dir: str = "out"  # receives log.jsonl, config.json, ckpt/
     resume: str = ""  # auto (newest checkpoint in out_dir, if any) or a checkpoint folder
@@ -273,6 +274,8 @@ def check(config):
         raise ValueError("--out_dir is empty: name the folder for logs and checkpoints.")
     recipe, recompute = formats(config)
     device, dtype = check_device(config, recipe)
+    if config.memory_snapshot and device.type != "cuda":
+        raise ValueError(f"--memory_snapshot shows the memory of a GPU; this run would be on {device}: leave it out.")
     resume = find_resume(config)
     model_config = choose_model(config, resume)
     model.check_recipe(model_config, recipe)
@@ -962,6 +965,21 @@ def in_a_line(report):
     return "; ".join(parts)
 
 
+@contextlib.contextmanager
+def memory_snapshot(config):
+    """Writes what the allocator did meanwhile, and for which lines: torch's own snapshot, <out_dir>/memory.pickle, also
+    where memory runs out. To see it, drop the file onto https://pytorch.org/memory_viz; it stays in your browser."""
+    path = Path(config.out_dir, "memory.pickle")
+    torch.cuda.memory._record_memory_history(stacks="python")
+    try:
+        yield
+    finally:
+        with writing(path):
+            torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
+    say(f"memory of this step: {path}; drop it onto https://pytorch.org/memory_viz")
+
+
 def to_text(encoding, ids):
     def token(i):
         try:
@@ -1010,7 +1028,7 @@ def begin_log(path, run):
         shorter.rename(path)
 
     with writing(path.parent):
-        path.with_name("config.json").write_text(json.dumps(run.origin, indent=1))
+        path.with_name("config.json").write_text(json.dumps(run.origin | {"ranks": world_size()}, indent=1))
         cut_off(path)
         if (diagnoses := path.with_name("diagnose.jsonl")).exists():
             cut_off(diagnoses)
@@ -1186,6 +1204,7 @@ def train(run, config):
         f" {world_size()} x {run.device.type}, {run.net.dtype}; MFU {known}")
     say(layout_line(run, config))
     together(begin_log, log, run, here=rank() == 0)
+    shown = min(counts["step"] + 2, config.steps - 1) if config.memory_snapshot and rank() == 0 else None
     every = {"eval": config.eval_every, "save": config.save_every, "log": config.log_every}
     seconds = 0.1 if sys.stderr.isatty() else 10  # between redraws
     bar = tqdm(total=config.steps, initial=counts["step"], disable=rank() != 0, mininterval=seconds)
@@ -1194,7 +1213,8 @@ def train(run, config):
     with bar, catch_signals() as signals, Saver(ckpt) as saver, explained_memory(config, run.net):
         while counts["step"] < config.steps and not stopped:
             began = time.perf_counter()
-            row, tokens = train_step(run, config)
+            with memory_snapshot(config) if counts["step"] == shown else contextlib.nullcontext():
+                row, tokens = train_step(run, config)
             speed = tokens / (time.perf_counter() - began)  # tokens of all ranks, FLOP of one
             row |= {"tokens_per_s": speed, "tflops": speed * flops / 1e12, "mfu": speed * flops / peak}
             row["peak_gib"] = peak_gib(run.device)
