@@ -1703,17 +1703,19 @@ def profile(args, flags):
     results/<card>/profile.csv if not given; --kernels prints each kernel, too."""
     names = shape_names(args, flags, SLICES)
     with results_file(args.out, "profile", PROFILE_COLUMNS) as (where, write):
-        for name, precision in itertools.product(names, PRECISIONS):
+        for name in names:
             part = Slice(name, args.layers, 1)
-            part.net.recipe, part.net.recompute = RECIPES[precision], frozenset(args.recompute.split(",")) - {"none"}
-            spans = kernel_spans(part.step)
-            for row in profile_rows(spans):
-                row |= {"shape": name, "layers": part.config.n_layers, "precision": precision, "recompute": args.recompute}
-                print(f"{name:8}{precision:6}{row['kind']:15}{row['ms']:8.2f} ms {row['percent']:5.1f} %"
-                      f"{row['launches'] or 0:6} launches", flush=True)
-                write(row | where)
-            if args.kernels:
-                print_kernels(spans)
+            part.net.recompute = frozenset(args.recompute.split(",")) - {"none"}
+            for precision in PRECISIONS:
+                part.net.recipe = RECIPES[precision]
+                spans = kernel_spans(part.step)
+                for row in profile_rows(spans):
+                    row |= {"shape": name, "layers": part.config.n_layers, "precision": precision, "recompute": args.recompute}
+                    print(f"{name:8}{precision:6}{row['kind']:15}{row['ms']:8.2f} ms {row['percent']:5.1f} %"
+                          f"{row['launches'] or 0:6} launches", flush=True)
+                    write(row | where)
+                if args.kernels:
+                    print_kernels(spans)
             del part
             gc.collect()
             torch.cuda.empty_cache()
