@@ -2518,12 +2518,17 @@ def _launch_gemm(a, a_scale, b, b_scale, experts, out, rows, N, K, group=16, wgr
     a_scale, b_scale = _along_rows(a_scale), _along_rows(b_scale) if wgrad else b_scale.contiguous()
     if any(x.data_ptr() % 16 or not x.is_contiguous() for x in (a, b, out)):
         _refuse("FP8 GEMM", "operands are contiguous, at multiples of 16 bytes", a, b, out)
-    layout = gl.NVMMASharedLayout.get_default_for
-    operand = lambda x: TensorDescriptor.from_tensor(x, [128, 128], layout([128, 128], gl.float8e4nv))
-    tile = [1, 128, 64] if transpose else [1, 64, 128]
-    c = TensorDescriptor.from_tensor(out, tile, layout(tile, gl.float32 if out.dtype == torch.float32 else gl.bfloat16))
+    operand = lambda x: TensorDescriptor.from_tensor(x, [128, 128], _layout((128, 128), gl.float8e4nv))
+    tile = (1, 128, 64) if transpose else (1, 64, 128)
+    kind = gl.float32 if out.dtype == torch.float32 else gl.bfloat16
+    c = TensorDescriptor.from_tensor(out, list(tile), _layout(tile, kind))
     _launch(_gemm, _multiprocessors(a), a_scale, a_scale.stride(1), b_scale, b_scale.stride(1) if wgrad else 1, experts,
             operand(a), operand(b), c, rows, N, K, len(out), group, wgrad, transpose, add, num_warps=4, maxnreg=168)
+
+
+@functools.cache  # to work it out takes 20 us of the host's time
+def _layout(tile, dtype):
+    return gl.NVMMASharedLayout.get_default_for(list(tile), dtype)
 
 
 def _along_rows(scale):
