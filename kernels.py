@@ -1553,12 +1553,13 @@ def _count_pairs(ids, counts, n, E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.
 
 
 @triton.jit
-def _lay_out(counts, offsets, tile_expert, tile_shift, pair, chunks, tiles, E: tl.constexpr, BINS: tl.constexpr):
+def _lay_out(counts, offsets, tile_expert, tile_shift, pair, chunks, tiles, E: tl.constexpr, BINS: tl.constexpr,
+             STEP: tl.constexpr):
     """One program: counts become the numbers of pairs in earlier chunks; offsets [E + 1]; each tile's expert (-1: none) and
     what to subtract from a row for its number without padding; -1 in pair's padding and behind the last expert."""
-    e, step = tl.arange(0, BINS), tl.arange(0, 16)
+    e, step = tl.arange(0, BINS), tl.arange(0, STEP)
     total = tl.zeros((BINS,), tl.int32)
-    for chunk in range(0, chunks, 16):
+    for chunk in range(0, chunks, STEP):
         at = counts + (chunk + step)[:, None] * E + e[None, :]
         inside = (chunk + step < chunks)[:, None] & (e < E)[None, :]
         count = tl.load(at, mask=inside, other=0)
@@ -1568,13 +1569,13 @@ def _lay_out(counts, offsets, tile_expert, tile_shift, pair, chunks, tiles, E: t
     first, begin = tl.cumsum(total, 0) - total, tl.cumsum(padded, 0) - padded
     # bins from E on are empty, so entry E is the end; never behind the last row, if there are more pairs than room
     tl.store(offsets + e, tl.minimum(begin, tiles * 128), mask=e <= E)
-    for tile in range(0, tiles, 16):
+    for tile in range(0, tiles, STEP):
         row = (tile + step)[:, None] * 128
         here = (row >= begin[None, :]) & (row < (begin + padded)[None, :])
         expert = tl.sum(tl.where(here, e[None, :] + 1, 0), 1) - 1
         tl.store(tile_expert + tile + step, expert, mask=tile + step < tiles)
         tl.store(tile_shift + tile + step, tl.sum(tl.where(here, (begin - first)[None, :], 0), 1), mask=tile + step < tiles)
-    for r in range(0, 128, 16):
+    for r in range(0, 128, STEP):
         row = (total + r)[None, :] + step[:, None]
         tl.store(pair + begin[None, :] + row, -1, mask=(row < padded[None, :]) & (begin[None, :] + row < tiles * 128))
     for r in range(tl.sum(padded, 0), tiles * 128, 1024):
@@ -2435,7 +2436,7 @@ def group_rows(ids, num_experts, num_rows, num_pairs=None):
     counts = new(chunks, num_experts)
     ids = ids.contiguous()
     _launch(_count_pairs, chunks, ids, counts, n, num_experts, bins, chunk)
-    _launch(_lay_out, 1, counts, offsets, expert, shift, pair, chunks, tiles, num_experts, bins, num_warps=8)
+    _launch(_lay_out, 1, counts, offsets, expert, shift, pair, chunks, tiles, num_experts, bins, max(16, 4096 // bins), num_warps=8)
     _launch(_place_pairs, chunks, ids, counts, offsets, shift, pair, row, n, num_rows, n if num_pairs is None else num_pairs,
             num_experts, chunk)
     return pair, row, offsets, expert, shift
