@@ -82,7 +82,7 @@ SUMMARY_COLUMNS = ("precision", "steps", "seeds", "val_loss", "percent_from_bf16
 T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
          2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
          2.0452, 2.0423)
-COLOURS = {"bf16": "#333333", "fp8": "#0072b2", "mxfp4": "#d55e00", "paper": "#009e73"}
+COLOURS = {"bf16": "#333333", "fp8": "#0072b2", "mxfp4": "#d55e00", "paper": "#009e73", "mxfp4, h in fp4": "#e69f00"}
 MORE_COLOURS = ("#999999", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#f0e442")  # with those above, Okabe and Ito's
 RULES = {"font.size": 9, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
          "grid.alpha": 0.3, "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8}
@@ -743,7 +743,7 @@ def draw_layer(figure, rows):
     rows = [row for row in rows if row["groups"] == "balanced"]
     shapes, layers = values(rows, "shape"), values(rows, "layer")
     names = {"grouped_mm": "plain PyTorch, BF16 F.grouped_mm", "bf16": "our bf16"}
-    colours = {"grouped_mm": MORE_COLOURS[0], "mxfp4, h in fp4": MORE_COLOURS[1]} | COLOURS
+    colours = {"grouped_mm": MORE_COLOURS[0]} | COLOURS
     figure.set_size_inches(10, 6)
     upper, lower = figure.subplots(2, 1, height_ratios=(3, 2), sharex=True)
     width = 0.85 / len(layers)
@@ -864,7 +864,7 @@ def draw_kept(panel, shape, rows):
     """Stacked bars of model.kept_bytes of a MoE layer, by precision and recompute scope."""
     ranks, _, cut = SLICES[shape]
     config, scopes = dataclasses.replace(PRESETS[shape], **cut), values(rows, "recompute")
-    kept = [model.kept_bytes(config, RECIPES[row["precision"]], frozenset(row["recompute"].split(",")) - {"none"}, ranks)
+    kept = [model.kept_bytes(config, LAYERS[row["precision"]], frozenset(row["recompute"].split(",")) - {"none"}, ranks)
             for row in rows]
     at, bottom = [i + 0.8 * scopes.index(row["recompute"]) for i, row in enumerate(rows)], [0.0] * len(rows)
     parts = ("residual", "attention output", "q, k, v", "normed input", "received", "h", "rest")
@@ -1433,6 +1433,9 @@ def train(args, flags):
     for scope in args.recompute.split(";"):
         if unknown := set(scope.split(",")) - {"none", *model.RECOMPUTE_SCOPES}:
             raise ValueError(f"--recompute: there is no {min(unknown)}; scopes are lists like {SCOPES}.")
+    precisions = args.precisions.split(";") if args.precisions else PRECISIONS if args.in_flight == 1 else [*LAYERS]
+    if unknown := set(precisions) - LAYERS.keys():
+        raise ValueError(f"--precisions: there is no {min(unknown)}; there are {'; '.join(LAYERS)}, with ; between them.")
     if min(args.in_flight, args.rounds) < 1:
         raise ValueError(f"--in_flight={args.in_flight} --rounds={args.rounds}: both are at least 1.")
     with results_file(args.out, "train", TRAIN_COLUMNS) as (where, write):
@@ -1443,7 +1446,7 @@ def train(args, flags):
             gc.collect()
             gc.freeze()  # as train.py does
             for scope in args.recompute.split(";"):
-                for row in slice_rows(part, scope, args.rounds):
+                for row in slice_rows(part, scope, args.rounds, precisions):
                     row |= {"shape": name, "limit_gib": args.memory_gb and round(args.memory_gb * 1e9 / 2**30, 1)}
                     print(slice_line(row), flush=True)
                     write(row | where)
@@ -1618,15 +1621,15 @@ class Return(torch.autograd.Function):
         return quant.carrier(dy[:1].expand(len(token_N), -1), wire), None, None
 
 
-def slice_rows(part, scope, rounds):
+def slice_rows(part, scope, rounds, precisions=PRECISIONS):
     """The rows of one scope: all precisions that fit, by turns."""
-    net, found = part.net, {name: [] for name in PRECISIONS}
+    net, found = part.net, {name: [] for name in precisions}
     net.recompute = frozenset(scope.split(",")) - {"none"}
     works = {"layers": part.layers, "head": part.head, "weights": part.quantise_weights, "step": part.step}
     kept, peak = {}, {}
     for _ in range(rounds):
         for name in list(found):
-            net.recipe = RECIPES[name]
+            net.recipe = LAYERS[name]
             try:
                 part.step()  # kernels are compiled, memory is found
                 part.quantise_weights()
@@ -1644,7 +1647,7 @@ def slice_rows(part, scope, rounds):
                 found.pop(name)
                 torch.cuda.empty_cache()
             part.optimizer.zero_grad()
-    for name in PRECISIONS:
+    for name in precisions:
         yield slice_row(part, scope, name, found, kept.get(name), peak.get(name))
 
 
@@ -1671,7 +1674,7 @@ def slice_row(part, scope, name, found, kept, peak):
 def kept_by_tensor(config, precision, scope, ranks):
     """model.kept_bytes of a token and layer, the mean over a slice's layers."""
     recompute = frozenset(scope.split(",")) - {"none"}
-    layers = [model.kept_bytes(config, RECIPES[precision], recompute, ranks, i < config.n_dense) for i in range(config.n_layers)]
+    layers = [model.kept_bytes(config, LAYERS[precision], recompute, ranks, i < config.n_dense) for i in range(config.n_layers)]
     return {name: statistics.fmean(layer.get(name, 0) for layer in layers) for name in layers[-1]}
 
 
@@ -2405,6 +2408,8 @@ def main(words):
                 command.add_argument("--kernels", action="store_true", help="print each kernel, too")
             if work is train:
                 command.add_argument("--recompute", default=SCOPES, help=f"scopes, with ; between them [{SCOPES}]")
+                command.add_argument("--precisions", default="", help=f"of {'; '.join(LAYERS)}, with ; between them [the first"
+                                     " three; with several micro-batches in flight all]")
                 command.add_argument("--in_flight", type=int, default=1, help="micro-batches forward before one backward [1]")
                 command.add_argument("--layers", type=int, default=0, help="layers; 0: 6 of V3 and V2, all of V2-Lite [0]")
                 command.add_argument("--memory_gb", type=float, default=0, help="use no more of the GPU, 80 for an H100 [all]")
