@@ -891,17 +891,17 @@ def _fp8_to_fp4(data, scale, s_row, s_col, data4, scale4, M, K: tl.constexpr, R:
 
 
 @triton.jit(do_not_specialize=["M"])
-def _fp4_to_fp8_rows(table, data, byte, index, end, data8, scale8, s_row, s_col, M, K: tl.constexpr, PER: tl.constexpr,
-                     R: tl.constexpr, C: tl.constexpr):
-    """MXFP4 rows, data as words [.., K/8] -> FP8 rows as words. The largest block's exponent less 6 puts its 6 at 384, and
-    keeps every code of blocks down to 2^-14 of it exact."""
+def _fp4_to_fp8_rows(table, data, quads, byte, b_row, index, end, data8, scale8, s_row, s_col, M, K: tl.constexpr,
+                     PER: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """MXFP4 rows, data as words [.., K/8], `quads` times 16 bytes apart -> FP8 rows as words. The largest block's exponent less 6
+    puts its 6 at 384, and keeps every code of blocks down to 2^-14 of it exact."""
     tile_m, tile_k = _tile(K, C)
     row0, r = _origin(tile_m, R), tl.arange(0, R)
     if _past_end(end, row0):
         return
     rows = _source(index, row0, r, M, PER)
-    words = _gather(data, rows, _origin(tile_k, C // 8), tl.arange(0, C // 8), K // 8, 1, K // 8, 0)
-    b = _gather(byte, rows, _origin(tile_k, C // MX), tl.arange(0, C // MX), K // MX, 1, K // MX, 0).to(tl.int32)
+    words = _gather(data, rows, _origin(tile_k, C // 8), tl.arange(0, C // 8), quads * 4, 1, K // 8, 0)
+    b = _gather(byte, rows, _origin(tile_k, C // MX), tl.arange(0, C // MX), b_row, 1, K // MX, 0).to(tl.int32)
     e, bad = _fp8_of_mx(tl.max(_blocks(b, PER_TILE), 2))  # a block of zeros has the least byte, so it never decides
     low, high, sign = _look_up(table, b - 127 - _spread(e, PER_TILE), _spread(bad, PER_TILE))
     first, second = _decode_e2m1(words, _spread(low, OCTETS), _spread(high, OCTETS), _spread(sign, OCTETS))
@@ -911,16 +911,16 @@ def _fp4_to_fp8_rows(table, data, byte, index, end, data8, scale8, s_row, s_col,
 
 
 @triton.jit
-def _fp4_row(r: tl.constexpr, data, byte, index, row0, tile_k, M, width, WHOLE: tl.constexpr, PER: tl.constexpr):
+def _fp4_row(r: tl.constexpr, data, quads, byte, b_row, index, row0, tile_k, M, width, WHOLE: tl.constexpr, PER: tl.constexpr):
     """Of rows r, 16 + r, ..., 112 + r four words for each of 32 threads, [32] each, and the bytes of the words' blocks."""
     g, q = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4
     rows, at = _source(index, row0, 16 * g + r, M, PER), _origin(tile_k, 16) + 4 * q
     inside = rows >= 0 if WHOLE else (rows >= 0) & (at < width)
-    words = tl.load(data + (rows * width + at)[:, None] + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0)
+    words = tl.load(data + (rows * (quads * 4) + at)[:, None] + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0)
     b = ()
     for n in tl.static_range(0, 4, OCTETS):
         k = (at + n) // OCTETS
-        b += (tl.load(byte + rows * (width // OCTETS) + k, mask=inside, other=0).to(tl.int32),)
+        b += (tl.load(byte + rows * b_row + k, mask=inside, other=0).to(tl.int32),)
     w0, w1, w2, w3 = _quarters(words)
     return (tl.reshape(w0, (32,)), tl.reshape(w1, (32,)), tl.reshape(w2, (32,)), tl.reshape(w3, (32,))), b
 
@@ -936,10 +936,11 @@ def _transpose_words(a, b, c, d):
 
 
 @triton.jit
-def _fp4_to_fp8_cols(table, data, byte, index, end, data8, scale8, s_row, s_col, M, width, pitch, WHOLE: tl.constexpr,
-                     PER: tl.constexpr):
-    """MXFP4 rows, each of `width` words -> FP8 cols [K, pitch] in words, one scale [K/128, M/128] a 128x128 tile: as exact as
-    rows. WHOLE: 128 divides K. (As a constant, K would have this kernel, ten seconds of compiling, compiled for each.)
+def _fp4_to_fp8_cols(table, data, quads, byte, b_row, index, end, data8, scale8, s_row, s_col, M, width, pitch,
+                     WHOLE: tl.constexpr, PER: tl.constexpr):
+    """MXFP4 rows, each of `width` words, `quads` times 16 bytes apart -> FP8 cols [K, pitch] in words, one scale [K/128, M/128] a
+    128x128 tile: as exact as rows. WHOLE: 128 divides K. (As a constant, K would have this kernel, ten seconds of compiling,
+    compiled for each.)
 
     One warp a tile: a thread holds 32 columns of 16 neighbouring rows, which are 16 neighbouring bytes of each column."""
     tile_m, tile_k = _tile_down(M)
@@ -949,7 +950,7 @@ def _fp4_to_fp8_cols(table, data, byte, index, end, data8, scale8, s_row, s_col,
         return
     words, blocks, tables = (), (), ()
     for r in tl.static_range(16):
-        w, b = _fp4_row(r, data, byte, index, row0, tile_k, M, width, WHOLE, PER)
+        w, b = _fp4_row(r, data, quads, byte, b_row, index, row0, tile_k, M, width, WHOLE, PER)
         words, blocks = words + w, blocks + b
     top = blocks[0]
     for i in tl.static_range(1, 16 * N):
@@ -1737,28 +1738,21 @@ def _quantize_to_messages(x, x_row, x_col, first, second, index, out, parts, wor
 
 
 @triton.jit(do_not_specialize=["M", "begin", "end"])
-def _unpack_rows(message, parts, words, data, scale, s_row, s_col, ids, weights, begin, end, M, W: tl.constexpr,
-                 S: tl.constexpr, K: tl.constexpr, L: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Messages as _pack_rows makes them -> each of data, scale, ids and weights that is not None; ids less `begin`, -1 where they
-    are not below `end`."""
-    tile_m, tile_k = _tile(W, C)
-    row0, r, c = _origin(tile_m, R), tl.arange(0, R), tl.arange(0, C)
-    if data is not None:
-        _store(data, _load(message, row0, r, _origin(tile_k, C), c, L, 1, M, W), row0, r, _origin(tile_k, C), c, W, 1, M, W)
-    if tile_k == 0:
-        col0 = _origin(tile_k, 1)
-        if scale is not None:
-            s = tl.arange(0, triton.next_power_of_2(S))
-            scales = _load(parts, row0, r, col0, s, L * 4, 1, M, S)
-            if scale.dtype.element_ty == tl.float32:
-                scales = tl.where(scales == 255, float("nan"), _from_bits(scales.to(tl.int32) << 23))
-            _store(scale, scales, row0, r, col0, s, s_row, s_col, M, S)
-        if ids is not None:
-            size: tl.constexpr = (K + 3) // 4 * 4
-            k = tl.arange(0, triton.next_power_of_2(K))
-            expert = _load(words, row0, r, col0, k, L, 1, M, K)
-            _store(ids, tl.where((expert >= begin) & (expert < end), expert - begin, -1), row0, r, col0, k, K, 1, M, K)
-            _store(weights, _load(words + size, row0, r, col0, k, L, 1, M, K), row0, r, col0, k, K, 1, M, K)
+def _unpack_rows(parts, words, scale, s_row, s_col, ids, weights, begin, end, M, S: tl.constexpr, K: tl.constexpr,
+                 L: tl.constexpr, R: tl.constexpr):
+    """Of messages as _pack_rows makes them each of scale (FP8's), ids and weights that is not None; ids less `begin`, -1 where
+    they are not below `end`."""
+    row0, r, col0 = _origin(tl.program_id(0), R), tl.arange(0, R), _origin(tl.program_id(0), 0)
+    if scale is not None:
+        s = tl.arange(0, triton.next_power_of_2(S))
+        byte = _load(parts, row0, r, col0, s, L * 4, 1, M, S).to(tl.int32)
+        _store(scale, tl.where(byte == 255, float("nan"), _from_bits(byte << 23)), row0, r, col0, s, s_row, s_col, M, S)
+    if ids is not None:
+        size: tl.constexpr = (K + 3) // 4 * 4
+        k = tl.arange(0, triton.next_power_of_2(K))
+        expert = _load(words, row0, r, col0, k, L, 1, M, K)
+        _store(ids, tl.where((expert >= begin) & (expert < end), expert - begin, -1), row0, r, col0, k, K, 1, M, K)
+        _store(weights, _load(words + size, row0, r, col0, k, L, 1, M, K), row0, r, col0, k, K, 1, M, K)
 
 
 # -----------------------------------------------------------------------------
@@ -2156,6 +2150,14 @@ def _fp8_out(fp8):
     return (_bytes(fp8[0]), fp8[1], *(fp8[1].stride() if fp8[1] is not None else (0, 0)))
 
 
+def _fp4_in(data, scale):
+    """MXFP4 rows as arguments: words, 16 bytes between rows; bytes, those between rows. Rows may lie apart, as in messages."""
+    if not data.numel() or data.stride(1) != 1 or data.stride(0) % 16 or data.storage_offset() % 16:
+        data = _words(data).view(torch.uint8).view(data.shape)
+    scale = scale if scale.stride(1) == 1 else scale.contiguous()
+    return data.view(torch.int32), data.stride(0) // 16, scale, scale.stride(0)
+
+
 @functools.cache
 def _e2m1_table(device):
     """[23] int64 for _look_up: the E4M3 codes of the eight magnitudes times 2^(n - 13), first in the lowest byte; and NaN.
@@ -2302,7 +2304,7 @@ def fp4_fan_out_rows(data, scale, index=None, end=None, per=1):
     K, M = data.shape[1] * 2, len(data) if index is None else len(index)
     fp8, C = _new_fp8_rows(data, M, K), _columns(K, 1024)
     R = min(128, 16384 // C)
-    _launch(_fp4_to_fp8_rows, _cdiv(M, R) * _cdiv(K, C), _e2m1_table(data.device), _words(data), scale.contiguous(),
+    _launch(_fp4_to_fp8_rows, _cdiv(M, R) * _cdiv(K, C), _e2m1_table(data.device), *_fp4_in(data, scale),
             index, end, _words(fp8[0]), *_fp8_out(fp8)[1:], M, K, per, R, C)
     return fp8
 
@@ -2311,9 +2313,8 @@ def fp4_fan_out_cols(data, scale, index=None, end=None, per=1):
     """MXFP4 rows -> FP8 cols: data [K, M], scale [ceil(K/128), ceil(M/128)], one value a 128x128 tile."""
     K, M = data.shape[1] * 2, len(data) if index is None else len(index)
     fp8 = _new_fp8_cols(data, K, M)
-    _launch(_fp4_to_fp8_cols, _cdiv(M, 128) * _cdiv(K, 128), _e2m1_table(data.device), _words(data),
-            scale.contiguous(), index, end, _words(fp8[0]), *_fp8_out(fp8)[1:], M, K // 8, _cdiv(M, 4),
-            K % 128 == 0, per, num_warps=1)
+    _launch(_fp4_to_fp8_cols, _cdiv(M, 128) * _cdiv(K, 128), _e2m1_table(data.device), *_fp4_in(data, scale), index, end,
+            _words(fp8[0]), *_fp8_out(fp8)[1:], M, K // 8, _cdiv(M, 4), K % 128 == 0, per, num_warps=1)
     return fp8[0][:, :M], fp8[1]
 
 
@@ -2436,7 +2437,8 @@ def group_rows(ids, num_experts, num_rows, num_pairs=None):
     counts = new(chunks, num_experts)
     ids = ids.contiguous()
     _launch(_count_pairs, chunks, ids, counts, n, num_experts, bins, chunk)
-    _launch(_lay_out, 1, counts, offsets, expert, shift, pair, chunks, tiles, num_experts, bins, max(16, 4096 // bins), num_warps=8)
+    _launch(_lay_out, 1, counts, offsets, expert, shift, pair, chunks, tiles, num_experts, bins, max(16, 4096 // bins),
+            num_warps=8)
     _launch(_place_pairs, chunks, ids, counts, offsets, shift, pair, row, n, num_rows, n if num_pairs is None else num_pairs,
             num_experts, chunk)
     return pair, row, offsets, expert, shift
@@ -2498,14 +2500,13 @@ def quantize_to_messages(x, others, index, size):
     return out
 
 
-def unpack_rows(messages, codes, data=None, scale=None, ids=None, weights=None, begin=0, end=0):
-    """Messages whose rows begin with so many bytes of codes -> each tensor that is given, contiguous but for scale: data [N, ..],
-    scale [N, S], ids and weights [N, K]. ids count from `begin`, and are -1 for what is not below `end`."""
-    S, where = (0, (None, 0, 0)) if scale is None else (scale.shape[1], (scale, *scale.stride()))
-    words, parts, behind, L = _parts(messages, codes, S)
-    N, W, C = len(messages), 1 if data is None else codes // 4, 256
-    _launch(_unpack_rows, _cdiv(N, 8) * _cdiv(W, C), words, parts, behind, _words(data), *where, ids, _words(weights), begin, end,
-            N, W, S, 1 if ids is None else ids.shape[1], L, 8, C)
+def unpack_rows(messages, codes, scales, scale=None, ids=None, weights=None, held=range(0)):
+    """Of messages that begin with so many bytes of codes and so many scales: into each tensor that is given FP8's scale [N, S],
+    ids and weights [N, K], contiguous. ids count from the first of `held`, and are -1 for what is not in it."""
+    (_, parts, words, L), N, R = _parts(messages, codes, scales), len(messages), 32
+    where = (None, 0, 0) if scale is None else (scale, *scale.stride())
+    _launch(_unpack_rows, _cdiv(N, R), parts, words, *where, ids, _words(weights), held.start, held.stop, N, scales,
+            1 if ids is None else ids.shape[1], L, R)
 
 
 def clear_empty_experts(out, offsets):

@@ -1381,8 +1381,10 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, recompute: frozenset = froze
     tokens = tokens_received(c, ranks)
     rows["normed input, FFN"] = size(c.hidden, recipe.save) if ffn_input and not same_tensor else 0
     rows["received"] = tokens * size(c.hidden, received)
-    if ranks > 1 and received == recipe.dispatch == "bf16":  # kept as part of the message
-        rows["received"] += tokens * quant.message_bytes("bf16", 0, torch.bfloat16, *[(torch.int32, c.top_k)] * 2)
+    if ranks > 1 and received == recipe.dispatch:  # kept as part of the message; FP8's scales beside it
+        dtype, ids = torch.float32 if e == 4 else torch.bfloat16, (torch.int32, c.top_k)
+        scales = 4 * -(-c.hidden // quant.TILE) if received == "fp8" else 0
+        rows["received"] = tokens * (quant.message_bytes(received, c.hidden, dtype, ids, ids) + scales)
     rows["h"] = 0 if "moe" in recompute else c.top_k * size(2 * c.expert_width, recipe.save_h)
     rows["h, shared"] = 0 if "mlp" in recompute or not c.n_shared else size(2 * c.n_shared * c.expert_width, recipe.save_h)
     rows["routing"] = tokens * c.top_k * 8 + c.n_experts * 4  # ids and weights where experts are, scores at home

@@ -499,31 +499,32 @@ def unpack(message: Tensor, name: str, width: int, dtype: torch.dtype, *others: 
         return parts
     if name == "fp4":
         return Fp4(*parts[:2]), *parts[2:]
-    scale = _new_scale(parts[1])
+    return Fp8(parts[0], _scale_of(message, *parts[:2])), *parts[2:]
+
+
+def _scale_of(message: Tensor, data: Tensor, byte: Tensor, *beside) -> Tensor:
+    """FP8's scale from the bytes sent, with stride 1 along rows, as GEMMs load it; beside: what else unpack_rows fills."""
+    scale = torch.empty_strided(byte.shape, (1, len(byte)), dtype=torch.float32, device=byte.device)
     if _on_gpu(message):
-        kernels.unpack_rows(message, width, scale=scale)
-    else:
-        scale.copy_((parts[1].int() << 23).view(torch.float32).masked_fill(parts[1] == 255, math.nan))
-    return Fp8(parts[0], scale), *parts[2:]
+        kernels.unpack_rows(message, data.shape[1], byte.shape[1], scale, *beside)
+        return scale
+    return scale.copy_((byte.int() << 23).view(torch.float32).masked_fill(byte == 255, math.nan))
 
 
 def unpack_tokens(message: Tensor, name: str, width: int, dtype: torch.dtype, top_k: int, held: range):
-    """x, ids, weights of tokens that were packed with ids and weights [N, K], and nothing else of the message but for BF16's x.
-    ids count from the first expert that is held here, and are -1 for those that are not."""
-    packed = name, width, dtype, (torch.int32, top_k), (torch.float32, top_k)
+    """x, ids, weights of tokens that were packed with ids and weights [N, K]: x as unpack gives it, the others contiguous. ids
+    count from the first expert that is held here, and are -1 for those that are not."""
+    *codes, sent_ids, sent_weights = _parts_of(message, name, width, dtype, (torch.int32, top_k), (torch.float32, top_k))
+    ids, weights = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (sent_ids, sent_weights))
     if not _on_gpu(message):
-        x, ids, weights = unpack(message, *packed)
-        x = x if name == "bf16" else type(x)(*(t.contiguous() for t in x))
-        return x, torch.where((ids >= held.start) & (ids < held.stop), ids - held.start, -1), weights.contiguous()
-    data, *scale, ids, weights = _parts_of(message, *packed)
-    x, (ids, weights) = data, (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (ids, weights))
+        weights.copy_(sent_weights)
+        ids = torch.where((sent_ids >= held.start) & (sent_ids < held.stop), sent_ids - held.start, -1)
     if name == "fp8":
-        x = Fp8(torch.empty_like(data, memory_format=torch.contiguous_format), _new_scale(*scale))
-    elif name == "fp4":
-        x = Fp4(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (data, *scale)))
-    kernels.unpack_rows(message, data.shape[1] * data.element_size(), *((None, None) if name == "bf16" else x), ids, weights,
-                        held.start, held.stop)
-    return x, ids, weights
+        return Fp8(codes[0], _scale_of(message, *codes, ids, weights, held)), ids, weights
+    if _on_gpu(message):
+        scales = codes[1].shape[1] if name == "fp4" else 0
+        kernels.unpack_rows(message, codes[0].shape[1] * codes[0].element_size(), scales, None, ids, weights, held)
+    return Fp4(*codes) if name == "fp4" else codes[0], ids, weights
 
 
 def _parts_of(message: Tensor, *packed) -> list[Tensor]:
@@ -533,11 +534,6 @@ def _parts_of(message: Tensor, *packed) -> list[Tensor]:
         parts.append(message[:, start:start + size].view(kind))
         start += -(-size // PART) * PART
     return parts
-
-
-def _new_scale(byte: Tensor) -> Tensor:
-    """Room for FP8 scales sent as bytes, with stride 1 along rows, as GEMMs load them."""
-    return torch.empty_strided(byte.shape, (1, len(byte)), dtype=torch.float32, device=byte.device)
 
 
 # -----------------------------------------------------------------------------
