@@ -2078,11 +2078,11 @@ class Card(NamedTuple):
     gib: float       # memory that torch finds
     tflops: float    # dense BF16, by data sheet
     copy: float      # TB/s, read + write: measured on the H200, elsewhere as large a share (0.89) of the data sheet's
-    nvlink: float    # GB/s a direction of an all_to_all inside a host; measured on the H200, the H800's is DeepEP's
+    nvlink: float = 1  # speed of an all_to_all inside a host, as a share of the H200's; the H800 has fewer links
 
 
-CARDS = {"h200": Card(139.8, 989, 4.27, 300), "h100-80g": Card(79.1, 989, 2.98, 300), "h800-80g": Card(79.1, 989, 2.98, 155),
-         "h20-96g": Card(95.2, 148, 3.56, 300)}
+CARDS = {"h200": Card(139.8, 989, 4.27), "h100-80g": Card(79.1, 989, 2.98), "h800-80g": Card(79.1, 989, 2.98, 4 / 9),
+         "h20-96g": Card(95.2, 148, 3.56)}
 BETWEEN_HOSTS = 50  # GB/s a direction and GPU, with a 400 Gbit/s adapter each
 ATTENTION = 538e12, 417e12  # FLOP/s of cuDNN on an H200, causal, 4096 tokens: forward; forward and backward, seven products
 LAUNCHES = 280  # of a MoE layer, forward and backward, as a profile of a V3 slice counted them
@@ -2108,8 +2108,8 @@ def plan(args, flags):
     """Predicts memory and speed of training a model on so many GPUs. Needs no GPU.
 
     Any flag of train.py may follow; --preset=v3 --seq_len=4096 --batch_size=1 --moments=bf16 unless given. Formulas are those of
-    model.py, speeds those of results/h200/gemm.csv and kernels.csv, in proportion to the card's; nothing is fitted to whole
-    steps. A pipeline, which train.py has not, is 1F1B with layers spread evenly and, unless --grad_accum is given, four
+    model.py, speeds those of results/h200/gemm.csv, kernels.csv and comm.csv, in proportion to the card's; nothing is fitted to
+    whole steps. A pipeline, which train.py has not, is 1F1B with layers spread evenly and, unless --grad_accum is given, four
     micro-batches a stage; what goes between stages is taken as hidden. --published: published numbers of V3 beside predictions.
     """
     if args.card not in CARDS:
@@ -2193,8 +2193,10 @@ def step_ms(s, card, ranks=1, wire_gb_s=0):
         ms[what] += 1e3 * seconds(op, card)
     launches = LAUNCHES * len(s.layers)
     ms["small launches"] = 1e-3 * max(launches - len(work["layers"]), 0) * shortest_us()
-    ms["waiting for the host"] = max(1e-3 * launches * host_cost() - sum(ms.values()), 0)
-    computing, speed = sum(ms.values()), lambda n: 1e6 * (wire_gb_s or (card.nvlink if n <= 8 else BETWEEN_HOSTS))  # bytes a ms
+    reads = s.layers.count(False) * shortest_dispatch_ms() if s.ep > 1 else 0  # of counts, one a layer; the GPU runs dry
+    ms["waiting for the host"] = max(1e-3 * launches * host_cost() - sum(ms.values()), reads)
+    computing = sum(ms.values())
+    speed = lambda n: 1e6 * (wire_gb_s or (card.nvlink * wire_rate() if n <= 8 else BETWEEN_HOSTS))  # bytes a ms
     ms["wire, not hidden"] = bare_wire(s, card, speed(s.ep))
     counts, cut = model.parameters_here(s), max(s.fsdp // s.ep, 1)
     experts, dense = sum(counts["experts"]), sum(sum(n) for name, n in counts.items() if name != "experts")
@@ -2223,10 +2225,22 @@ def bare_wire(s, card, speed):
 
 @functools.cache
 def measured(name):
-    """The rows of a table of the H200 that a plan reads: balanced groups."""
+    """The rows of a table of the H200 that a plan reads: balanced groups, where there are others."""
     path = Path(__file__).parent / "results" / "h200" / f"{name}.csv"
     with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row["groups"] == "balanced"]
+        return [row for row in csv.DictReader(file) if row.get("groups", "balanced") == "balanced"]
+
+
+def wire_rate():
+    """GB/s a direction of an exchange inside a host: from V3's combine in BF16, with each token sent once and once a pair."""
+    few, many = ([float(row[name]) for row in measured("comm") if (row["shape"], row["wire"], row["exchange"], row["sent"])
+                  == ("v3", "bf16", "combine", sent) for name in ("mb_to_others", "ms")] for sent in ("once", "pairs"))
+    return (many[0] - few[0]) / (many[1] - few[1])
+
+
+def shortest_dispatch_ms():
+    """What a dispatch takes that sends next to nothing."""
+    return min(float(row["ms"]) for row in measured("comm") if row["exchange"] == "dispatch")
 
 
 def host_cost(kernel=""):
