@@ -1496,12 +1496,14 @@ def memory(s: Share) -> dict[str, float]:
     part = {name: [-(-n // (cut_experts if name == "experts" else cut)) for n in counts] for name, counts in here.items()}
     total = sum(map(sum, part.values()))
     copied = s.recipe.compute == "fp8" or s.element < 4  # FP8 and its transpose, or BF16
-    no_copy = sum(2 * c.hidden + (0 if dense else c.n_experts * c.hidden) for dense in s.layers)
+    routers = sum(c.n_experts * c.hidden for dense in s.layers if not dense)
+    no_copy = 2 * c.hidden * len(s.layers) + routers
     dense_copies = sum(map(sum, (here["attention"], here["dense"], here["outside"][1:]))) - no_copy
     sharded = [(a + d) * (cut > 1) + e * (cut_experts > 1)
                for a, d, e in zip(here["attention"], here["dense"], here["experts"])]
     fixed = {"weights": 4 * total, "gradients": 0, "moments": 2 * s.moment * total,
-             "copies to multiply": 2 * copied * (dense_copies * (cut == 1) + sum(here["experts"]) * (cut_experts == 1)),
+             "copies to multiply": (2 * copied * (dense_copies * (cut == 1) + sum(here["experts"]) * (cut_experts == 1))
+                                    + 8 * (s.element < 4) * routers * (cut == 1)),  # four BF16 parts
              "gathered": 8 * sum(here["outside"]) * (cut > 1) + 16 * max(sharded)}
     candidates, layers = [], s.layers
     for flying, there in {(s.in_flight, s.micro_batches > s.in_flight), (1, s.micro_batches > 1)}:
