@@ -1497,7 +1497,7 @@ class Slice:
         quant.new_epoch()
         for p in self.net.parameters():
             if p in quant._copies:
-                quant.weight_operands(p, self.net.recipe.compute, torch.bfloat16)
+                quant.weight_operands(p, *quant._copies[p][0][-2:])  # as what they were last time
 
     def update(self):
         """What follows on the gradients of a step."""

@@ -1,6 +1,6 @@
 """Triton kernels for FP8 and MXFP4 training on Hopper: conversions, the data movement of an MoE layer, and FP8 GEMMs.
-Tensors in, a flat tuple of tensors out (GEMMs write where they are told); one launch each (routing three, odd widths
-two), no host synchronisation.
+Tensors in, a flat tuple of tensors out (GEMMs write where they are told); one launch each (routing maps three, odd widths
+two, route two where it balances), no host synchronisation.
 
 quant.py chooses between these and its plain PyTorch reference, checks shapes, and says what each tensor is used for.
 Conversions agree with the reference on every byte. Kernels that compute first (norm, SwiGLU) give exactly the codes of
@@ -30,6 +30,9 @@ Bytes that each kernel has to move, an element, with bfloat16 in; over the memor
   attention_inputs, a head    640                  768                               1408 (N = V = 128, R = 64; backward alike)
   swiglu, an element of a     4 (of h)             1.03 + 2.06 (h in MXFP4: 1.06)    7.09 (6.09)
   swiglu_backward             2 + 2.06             2.06 + 2.06 + 1.03                9.22 (h in MXFP4: 8.22)
+  split_float32               4                    8                                 12
+  route, an expert's logit    4 (three parts: 12)  4                                 8 (16)
+  route_backward              4                    4                                 8
   sum_rows                    2 for each expert    2
   token_losses                2                                                      2
   logit_gradients             2                    2                                 4
@@ -74,6 +77,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra import libdevice
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 INF = tl.constexpr(0x7F800000)  # as float32 magnitude bits: from here on Inf and NaN
@@ -1541,6 +1545,196 @@ def _swiglu_backward_bf16(da, h, p, pair, end, dh, a, dp, M, I: tl.constexpr, R:
 
 
 # -----------------------------------------------------------------------------
+# router: logits -> scores, experts, gate weights; back; and float32 as BF16 parts, for its GEMMs.
+# Experts are chosen by integers that order as their biased scores do, so that NaN has a place, too, and a choice can leave a
+# mark: the k-th chosen becomes CHOSEN + k. Tiles are [G groups, R tokens, W experts of a group], G and W powers of two: of six
+# experts in two groups, expert 4 is [1, .., 1]. A thread has 32 experts of a token, from every group.
+
+CHOSEN = tl.constexpr(-(2**31))
+NO_EXPERT = tl.constexpr(-(2**31) + 2**16)  # above every mark
+CLOSED = tl.constexpr(-(2**31) + 2**23 - 1)  # -inf's place, which experts of closed groups have; all numbers' are above
+
+
+@triton.jit(do_not_specialize=["M"])
+def _split_float32(x, out, M, N: tl.constexpr, ORDER: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Rows of float32 -> for each entry of ORDER as many bfloat16: part 0 is x rounded, part 1 what that leaves, rounded, part 2
+    what both leave."""
+    tile_m, tile_n = _tile(N, C)
+    row0, r, col0, c = _origin(tile_m, R), tl.arange(0, R), _origin(tile_n, C), tl.arange(0, C)
+    value = _load(x, row0, r, col0, c, N, 1, M, N)
+    first = _bfloat16(value)
+    rest = value - _float(first)
+    second = _bfloat16(rest)
+    parts = first, second, _bfloat16(rest - _float(second))
+    for j in tl.static_range(len(ORDER)):
+        _store(out + j * N, parts[ORDER[j]], row0, r, col0, c, N * len(ORDER), 1, M, N)
+
+
+@triton.jit
+def _exp(x):
+    """As torch's, to the bit on a GPU, where tl.exp is off by about |x| units in the last place."""
+    if INTERPRET:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)
+
+
+@_gluon_jit
+def _axis(n: tl.constexpr, i: tl.constexpr, layout: tl.constexpr):
+    """0 ... n - 1 along axis i of three."""
+    if i == 0:
+        return _line(n, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    elif i == 1:
+        return _line(n, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    else:
+        return _line(n, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+
+
+@triton.jit
+def _max_of_token(x):
+    """[G, R, W] -> [1, R, 1]"""
+    return tl.max(tl.max(x, 0, keep_dims=True), 2, keep_dims=True)
+
+
+@triton.jit
+def _sum_of_token(x):
+    return tl.sum(tl.sum(x, 0, keep_dims=True), 2, keep_dims=True)
+
+
+@triton.jit
+def _scores(logit, is_expert, SOFTMAX: tl.constexpr):
+    """Scores of logits, 0 where there is no expert."""
+    if SOFTMAX:
+        logit = tl.where(is_expert, logit, -float("inf"))
+        p = _exp(logit - _max_of_token(logit))
+        return tl.div_rn(p, _sum_of_token(p))
+    else:
+        return tl.where(is_expert, tl.div_rn(1.0, 1 + _exp(-logit)), 0)
+
+
+@triton.jit
+def _order(x):
+    """float32 -> int32 that compare alike, -0 aside; any NaN is the largest, as it is to torch.topk."""
+    bits = _bits(x)
+    return tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+
+
+@triton.jit
+def _in_order(place):
+    """_order's inverse."""
+    return _from_bits(tl.where(place < 0, place ^ 0x7FFFFFFF, place))
+
+
+@triton.jit
+def _choose(place, column, mark):
+    """Marks a token's largest, of several the one in the first column."""
+    largest = tl.where(place == _max_of_token(place), column, 2**30)
+    return tl.where(column == -_max_of_token(-largest), mark, place)
+
+
+@triton.jit
+def _close_groups(place, g, w, GROUPS: tl.constexpr, OPEN: tl.constexpr, BEST: tl.constexpr):
+    """Holds all but the OPEN best of GROUPS groups to CLOSED. A group is as good as the sum of its BEST, 1 or 2, best scores."""
+    best = tl.max(place, 2, keep_dims=True)
+    if BEST == 2:
+        first = tl.min(tl.where(place == best, w, 2**30), 2, keep_dims=True)
+        second = tl.max(tl.where(w == first, CHOSEN, place), 2, keep_dims=True)
+        best = _order(_in_order(best) + _in_order(second))
+    best = tl.where(g < GROUPS, best, NO_EXPERT)
+    for _ in tl.static_range(OPEN):
+        best = _choose(best, g, CHOSEN)
+    return tl.where(best == CHOSEN, place, tl.minimum(place, CLOSED))
+
+
+@_gluon_jit(do_not_specialize=["S"])
+def _route(logits, bias, scores, ids, weights, sums, S, scale, least, PARTS: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+           GROUPS: tl.constexpr, OPEN: tl.constexpr, BEST: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALISE: tl.constexpr,
+           G: tl.constexpr, R: tl.constexpr, W: tl.constexpr, VECTOR: tl.constexpr, THREADS: tl.constexpr):
+    """A chunk of R tokens of a sequence of S; sums [chunks, 2, E] gets, of the chunk, how often each expert was chosen, and the
+    sum of its normalised scores."""
+    layout: tl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [1, 32 // THREADS, THREADS], [1, 8, 1], [2, 1, 0])
+    g, r, w = _axis(G, 0, layout), _axis(R, 1, layout), _axis(W, 2, layout)
+    e, is_expert = g * (E // GROUPS) + w, (g < GROUPS) & (w < E // GROUPS)
+    chunks = tl.cdiv(S, R)
+    of_sequence = tl.program_id(0) % chunks * R + r
+    token, there = (tl.program_id(0) // chunks).to(tl.int64) * S + of_sequence, (of_sequence < S) & is_expert
+    at = logits + token * (PARTS * E) + e
+    logit = tl.load(at, mask=there, other=0)
+    for part in tl.static_range(1, PARTS):
+        logit += tl.load(at + part * E, mask=there, other=0)
+    score = _scores(logit, is_expert, SOFTMAX)
+    tl.store(scores + token * E + e, score, mask=there)
+    biased = score
+    if bias is not None:
+        biased += tl.load(bias + e, mask=is_expert, other=0)
+    place = tl.where(is_expert, _order(biased), NO_EXPERT)
+    if GROUPS > 1:
+        place = _close_groups(place, g, w, GROUPS, OPEN, BEST)
+    for k in tl.static_range(K):
+        place = _choose(place, g * W + w, CHOSEN + k)
+    chosen = place < NO_EXPERT
+    weight = tl.div_rn(score, _larger(_sum_of_token(tl.where(chosen, score, 0)), least)) if RENORMALISE else score
+    slot = token * K + (place - CHOSEN)
+    tl.store(ids + slot, tl.broadcast_to(e, slot.shape), mask=chosen & there)
+    tl.store(weights + slot, weight * scale, mask=chosen & there)
+    if sums is not None:
+        of_chunk = sums + tl.program_id(0).to(tl.int64) * (2 * E) + e
+        normal = score * (1 / _larger(_sum_of_token(score), least))
+        tl.store(of_chunk, tl.sum((chosen & there).to(tl.float32), 1, keep_dims=True), mask=is_expert)
+        tl.store(of_chunk + E, tl.sum(tl.where(there, normal, 0), 1, keep_dims=True), mask=is_expert)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _balance(sums, chosen, balance, load, chunks, share, alpha, E: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr):
+    """A sequence's loss, and how often it chose each expert, from the sums of its chunks, in their order."""
+    sequence, step, e = tl.program_id(0).to(tl.int64), tl.arange(0, STEP), tl.arange(0, BINS)
+    count, normal = tl.zeros((BINS,), tl.float32), tl.zeros((BINS,), tl.float32)
+    for chunk in range(0, chunks, STEP):
+        at = sums + ((sequence * chunks + chunk + step) * (2 * E))[:, None] + e[None, :]
+        inside = (chunk + step < chunks)[:, None] & (e < E)[None, :]
+        count += tl.sum(tl.load(at, mask=inside, other=0), 0)
+        normal += tl.sum(tl.load(at + E, mask=inside, other=0), 0)
+    tl.store(chosen + sequence * E + e, count, mask=e < E)
+    tl.store(balance + sequence, tl.sum(count * share * normal, 0) * alpha)
+    tl.atomic_add(load + e, count.to(tl.int64), mask=e < E, sem="relaxed")  # integers: any order gives the same sum
+
+
+@triton.jit
+def _of_quotient(d, total, dot, least):
+    """Gradient of s in s / max(total, least), total the sum of s and dot that of s times its quotient's gradient d."""
+    inverse = 1 / _larger(total, least)
+    return (d - tl.where(total >= least, dot * inverse, 0)[:, None]) * inverse[:, None]
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def _route_backward(scores, ids, dweights, chosen, dbalance, dlogits, T, S, scale, share, alpha, least, E: tl.constexpr,
+                    K: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALISE: tl.constexpr, R: tl.constexpr, BINS: tl.constexpr):
+    token, e = _origin(tl.program_id(0), R) + tl.arange(0, R), tl.arange(0, BINS)
+    there, at = (token < T)[:, None] & (e < E)[None, :], (token * E)[:, None] + e[None, :]
+    score = tl.load(scores + at, mask=there, other=0)
+    d = tl.zeros((R, BINS), tl.float32)
+    if dweights is not None:
+        of_choice = tl.zeros((R, BINS), tl.int1)
+        for k in tl.static_range(K):
+            here = e[None, :] == tl.load(ids + token * K + k, mask=token < T, other=-1)[:, None]
+            d = tl.where(here, (tl.load(dweights + token * K + k, mask=token < T, other=0) * scale)[:, None], d)
+            of_choice = of_choice | here
+        if RENORMALISE:
+            total, dot = tl.sum(tl.where(of_choice, score, 0), 1), tl.sum(tl.where(of_choice, score * d, 0), 1)
+            d = tl.where(of_choice, _of_quotient(d, total, dot, least), 0)
+    if dbalance is not None:
+        sequence = token // S
+        f = tl.load(chosen + (sequence * E)[:, None] + e[None, :], mask=there, other=0) * share
+        factor = tl.load(dbalance + sequence, mask=token < T, other=0) * alpha
+        d += _of_quotient(f, tl.sum(score, 1), tl.sum(f * score, 1), least) * factor[:, None]
+    if SOFTMAX:
+        d = score * (d - tl.sum(d * score, 1)[:, None])
+    else:
+        d = d * (1 - score) * score
+    tl.store(dlogits + at, d, mask=there)
+
+
+# -----------------------------------------------------------------------------
 # routing: where each token-expert pair stands once pairs are sorted by expert and every expert is padded to 128 rows.
 # ids [[1], [0], [1]], two experts: pair = [1, -1 x 127, 0, 2, -1 x 126], row = [[128], [0], [129]], offsets = [0, 128, 256]
 
@@ -2422,6 +2616,52 @@ def swiglu_backward_bf16(da, h, p, pair, end):
     _launch(_swiglu_backward_bf16, M // 4 * (I // 128), _words(da), _words(h), p, pair, end, _words(dh), _words(a), dp, M, I, 4,
             num_warps=1)
     return dh, a, dp
+
+
+def split_float32(x, order):
+    """x [M, N] float32, contiguous -> [M, len(order) * N] bfloat16: beside one another, for each entry of order, part 0, 1 or 2
+    of x, which add up to x to the last bit, but for the smallest numbers."""
+    (M, N), C = x.shape, _columns(x.shape[1], 1024)
+    out, R = x.new_empty((M, len(order) * N), dtype=torch.bfloat16), 1024 // C
+    _launch(_split_float32, _cdiv(M, R) * _cdiv(N, C), x, out, M, N, tuple(order), R, C)
+    return out
+
+
+def route(logits, bias, load, batch, top_k, groups, softmax, renormalise, scale, alpha, least):
+    """Parts of logits [T, P, E] float32, contiguous, that add up to them -> scores [T, E], experts [T, top_k] int32 in falling
+    order of score + bias, equals by their number, and gate weights [T, top_k], which are scale times the scores, or their
+    quotients by their sum. Experts exist and differ, whatever the logits.
+
+    bias: [E] or None. groups: (how many, how many are open, of how many best scores, 1 or 2, a group's score is the sum). load
+    [E] int64, None outside training: the choices are added. Then there follow chosen [B, E], how often each of B = batch
+    sequences chose each expert, and balance [B], alpha * sum_e chosen * E / (S * top_k) * the mean normalised score; else None,
+    None. least: bounds both sums from below."""
+    (T, P, E), (n, n_open, best), new = logits.shape, groups, logits.new_empty
+    G, W = triton.next_power_of_2(n), triton.next_power_of_2(E // n)
+    sequences = batch if load is not None else 1
+    S, R = T // sequences, max(min(8192 // (G * W), 256), 1)
+    chunks, vector = _cdiv(S, R), min(W, 4)
+    scores, ids, weights = new((T, E)), new((T, top_k), dtype=torch.int32), new((T, top_k))
+    sums = new((sequences * chunks, 2, E)) if load is not None else None
+    _launch(_route, sequences * chunks, logits, bias, scores, ids, weights, sums, S, float(scale), least, P, E, top_k, n, n_open,
+            best, softmax, renormalise, G, R, W, vector, min(W // vector, max(G * W // 32, 1), 32), num_warps=8)
+    if load is None:
+        return scores, ids, weights, None, None
+    chosen, balance, bins = new((batch, E)), new(batch), triton.next_power_of_2(E)
+    _launch(_balance, batch, sums, chosen, balance, load, chunks, E / (S * top_k), alpha / S, E, max(min(8192 // bins, 128), 1),
+            bins, num_warps=8)
+    return scores, ids, weights, chosen, balance
+
+
+def route_backward(scores, ids, dweights, chosen, dbalance, softmax, renormalise, scale, alpha, least):
+    """What route took and found, and the gradients of weights [T, K] and of balance [B], or None -> those of logits [T, E]."""
+    (T, E), K = scores.shape, ids.shape[1]
+    S, bins, dlogits = T // len(chosen) if chosen is not None else T, triton.next_power_of_2(E), torch.empty_like(scores)
+    R = max(min(1024 // bins, 128), 1)
+    of_sequence = max(S, 1)
+    _launch(_route_backward, _cdiv(T, R), scores, ids, dweights, chosen, dbalance, dlogits, T, S, float(scale),
+            E / (of_sequence * K), alpha / of_sequence, least, E, K, softmax, renormalise, R, bins, num_warps=1)
+    return dlogits
 
 
 def group_rows(ids, num_experts, num_rows, num_pairs=None):

@@ -393,6 +393,9 @@ class MLA(nn.Module):
 # -----------------------------------------------------------------------------
 # router
 
+LEAST_SUM = 1e-20  # of scores, to divide by: keeps a row of underflowed ones finite, in backward too
+
+
 class Router(nn.Module):
     """Scores, group-limited top-k, gate weights, load counts and the balance bias (DeepSeek-V3, arXiv 2412.19437, §2.1.2)."""
 
@@ -407,12 +410,14 @@ class Router(nn.Module):
 
     def forward(self, x: Activation, batch: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, H] -> expert ids [T, K] int32, gate weights [T, K] float32, and in training the balance losses [B]."""
-        logits_TE = quant.router_linear(x, self.weight)
-        scores_TE = self.gate.score(logits_TE)
+        logits_TPE, learns = quant.router_linear(x, self.weight), self.training and torch.is_grad_enabled()
+        if quant._on_gpu(logits_TPE) and logits_TPE.dtype == torch.float32:
+            return _Route.apply(logits_TPE, self, batch, learns)
+        scores_TE = self.gate.score(logits_TPE.sum(1))
         ids_TK = self.select(scores_TE.detach())
         weights_TK = self.weigh(scores_TE, ids_TK)
         balance = None
-        if self.training and torch.is_grad_enabled():
+        if learns:
             self.load.scatter_add_(0, ids_TK.flatten(), torch.ones_like(ids_TK.flatten()))
             balance = self.balance_loss(scores_TE, ids_TK, batch)
         return ids_TK.int(), weights_TK, balance
@@ -432,8 +437,8 @@ class Router(nn.Module):
     def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         """Gate weights from the unbiased scores; sigmoid's are renormalised over the chosen."""
         weights_TK = scores_TE.gather(1, ids_TK)
-        if self.gate.renormalise:  # the floor keeps a row of underflowed scores finite, in backward too
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=1e-20)
+        if self.gate.renormalise:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
         return weights_TK * self.config.route_scale
 
     def balance_loss(self, scores_TE: Tensor, ids_TK: Tensor, batch: int) -> Tensor:
@@ -442,8 +447,34 @@ class Router(nn.Module):
         chosen_BE = scores_TE.new_zeros(batch, c.n_experts).scatter_add_(
             1, ids_TK.view(batch, -1), scores_TE.new_ones(batch, ids_TK.numel() // batch))
         share_BE = chosen_BE * (c.n_experts * batch / ids_TK.numel())
-        normal_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=1e-20)
+        normal_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
         return c.balance_alpha * (share_BE * normal_TE.unflatten(0, (batch, -1)).mean(1)).sum(-1)
+
+
+class _Route(torch.autograd.Function):
+    """What Router does behind its linear, by three kernels in place of sixty. Keeps scores and ids, and how often each sequence
+    chose each expert."""
+
+    @staticmethod
+    def forward(ctx, logits_TPE, router, batch, learns):
+        c, gate, ctx.num_parts = router.config, router.gate, logits_TPE.shape[1]
+        ctx.rule = c.gate == "softmax", gate.renormalise, c.route_scale, c.balance_alpha, LEAST_SUM
+        groups = c.n_groups, c.top_groups, 2 if c.group_score == "top2" else 1
+        scores_TE, ids_TK, weights_TK, chosen_BE, balance_B = quant.kernels.route(
+            logits_TPE.contiguous(), router.bias if gate.balanced else None, router.load if learns else None, batch, c.top_k,
+            groups, *ctx.rule)
+        ctx.save_for_backward(scores_TE, ids_TK, chosen_BE)
+        ctx.mark_non_differentiable(ids_TK)
+        ctx.set_materialize_grads(False)
+        return ids_TK, weights_TK, balance_B
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _, dweights_TK, dbalance_B):
+        scores_TE, ids_TK, chosen_BE = ctx.saved_tensors
+        whole = lambda d: d.contiguous() if d is not None else None
+        dlogits_TE = quant.kernels.route_backward(scores_TE, ids_TK, whole(dweights_TK), chosen_BE, whole(dbalance_B), *ctx.rule)
+        return dlogits_TE[:, None].expand(-1, ctx.num_parts, -1), None, None, None  # that of each summand
 
 
 # -----------------------------------------------------------------------------
@@ -1467,12 +1498,14 @@ def memory(s: Share) -> dict[str, float]:
     part = {name: [-(-n // (cut_experts if name == "experts" else cut)) for n in counts] for name, counts in here.items()}
     total = sum(map(sum, part.values()))
     copied = s.recipe.compute == "fp8" or s.element < 4  # FP8 and its transpose, or BF16
-    no_copy = sum(2 * c.hidden + (0 if dense else c.n_experts * c.hidden) for dense in s.layers)
+    routers = sum(c.n_experts * c.hidden for dense in s.layers if not dense)
+    no_copy = 2 * c.hidden * len(s.layers) + routers
     dense_copies = sum(map(sum, (here["attention"], here["dense"], here["outside"][1:]))) - no_copy
     sharded = [(a + d) * (cut > 1) + e * (cut_experts > 1)
                for a, d, e in zip(here["attention"], here["dense"], here["experts"])]
     fixed = {"weights": 4 * total, "gradients": 0, "moments": 2 * s.moment * total,
-             "copies to multiply": 2 * copied * (dense_copies * (cut == 1) + sum(here["experts"]) * (cut_experts == 1)),
+             "copies to multiply": (2 * copied * (dense_copies * (cut == 1) + sum(here["experts"]) * (cut_experts == 1))
+                                    + 8 * (s.element < 4) * routers * (cut == 1)),  # four BF16 parts
              "gathered": 8 * sum(here["outside"]) * (cut > 1) + 16 * max(sharded)}
     candidates, layers = [], s.layers
     for flying, there in {(s.in_flight, s.micro_batches > s.in_flight), (1, s.micro_batches > 1)}:

@@ -555,7 +555,8 @@ register_optimizer_step_post_hook(new_epoch)
 
 
 def weight_operands(weight: Tensor, compute: str, dtype: torch.dtype):
-    """(what forward reads, what Dgrad reads) of weight [N, K] or [E, N, K]: blocks and transposed blocks, or one dtype copy.
+    """(what forward reads, what Dgrad reads) of weight [N, K] or [E, N, K]: blocks and transposed blocks, or one dtype copy;
+    of a router, with compute=parts, what _RouterLinear says.
 
     Dgrad's operand is laid out as the weight of the transposed linear: [K, N] or [E, K, N]. Copies are kept until the weight
     changes, but for one whose attribute `sharded` is true: to keep copies of all it consists of would undo the sharding."""
@@ -575,6 +576,9 @@ def weight_operands(weight: Tensor, compute: str, dtype: torch.dtype):
 def _weight_copies(values: Tensor, compute: str, dtype: torch.dtype):
     if compute == "fp8":
         return quantize_fp8_weight(values)
+    if compute == "parts":
+        N, parts = len(values), _parts(values.reshape(1, -1), (2, 0, 1, 0)).view(-1, values.shape[1])
+        return parts[:3 * N], parts[N:]
     copy = values.to(dtype)
     return copy, copy.mT
 
@@ -835,47 +839,53 @@ def linear(x: Tensor | Activation, weight: Tensor, recipe: Recipe = RECIPES["bf1
 
 
 class _RouterLinear(torch.autograd.Function):
+    """In float32. Tensor cores multiply BF16 exactly and add in float32, and three BF16 hold a float32; x is BF16 as it is. So
+    BF16 GEMMs on parts of weight and gradient do it, ten times as fast as float32 units. With numbers for parts, 0 the largest:
+
+        forward  y  [T,3,E] = x . [w2; w0; w1]^T             three summands of y, for whoever reads them to add
+        Dgrad    dx [T,H]   = [d0 d0 d1] . [w0; w1; w0]      what is left out is below dx's rounding
+        Wgrad    dW [3,E,H] = [d0 d1 d2]^T . x               three summands"""
+
     @staticmethod
     def forward(ctx, x, weight, norm):
         _save(ctx, weight, norm if norm is not None else x)
-        return _mm_of_parts(x, torch.cat(_parts(weight, 3))) if _splits(x, weight) else x.to(weight.dtype) @ weight.t()
+        if not _splits(x, weight):
+            return (x.to(weight.dtype) @ weight.t())[:, None]
+        parts = weight_operands(weight, "parts", x.dtype)[0]
+        return torch.mm(x, parts.t(), out_dtype=torch.float32).unflatten(1, (3, -1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         weight, source = _saved(ctx)
+        dy = dy[:, 0]  # each summand's gradient is the sum's
         x = _RMSNorm.apply(*source, set())[0] if isinstance(source, Norm) else source
         if not _splits(x, weight):
             return (dy @ weight).to(x.dtype), dy.t() @ x.to(weight.dtype), None
-        parts, (w_high, w_low) = _parts(dy, 3), _parts(weight, 2)
-        high, low, _ = parts
-        dx = torch.cat([high, high, low], 1) @ torch.cat([w_high, w_low, w_high])  # what is left out is below dx's rounding
-        return dx, _mm_of_parts(x.t(), torch.cat(parts, 1).t()).t(), None
+        E, parts = len(weight), _parts(dy, (0, 0, 1, 2))
+        dx = parts[:, :3 * E] @ weight_operands(weight, "parts", x.dtype)[1]
+        return dx, torch.mm(parts[:, E:].t(), x, out_dtype=torch.float32).unflatten(0, (3, -1)).sum(0), None
 
-
-# The router multiplies in float32. Tensor cores multiply BF16 exactly and add in float32, and three BF16 hold a float32; x is
-# BF16 as it is. So three BF16 GEMMs in one do it, ten times as fast as float32 units.
 
 def _splits(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.float32
 
 
-def _parts(x: Tensor, n: int) -> list[Tensor]:
-    """BF16 tensors whose sum is float32 x, for n = 3 to the last bit, but for the smallest numbers."""
+def _parts(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """BF16 parts of float32 x [M, N], for each entry of order one, beside one another. Part 0 is x rounded, 1 what that leaves, 2
+    what both leave: the three add up to x to the last bit, but for the smallest numbers."""
+    if _on_gpu(x):
+        return kernels.split_float32(x.contiguous(), order)
     parts = []
-    for _ in range(n):
+    for _ in range(3):
         parts.append(x.to(torch.bfloat16))
         x = x - parts[-1]
-    return parts
-
-
-def _mm_of_parts(x: Tensor, parts: Tensor) -> Tensor:
-    """x [M, K] @ wᵀ [K, N] in float32, w being the sum of three parts [3 N, K]."""
-    return torch.mm(x, parts.t(), out_dtype=torch.float32).unflatten(1, (3, -1)).sum(1)
+    return torch.cat([parts[i] for i in order], 1)
 
 
 def router_linear(x: Activation, weight: Tensor) -> Tensor:
-    """Router logits [T, E] in weight's dtype (float32), never quantised; x is not kept but rebuilt from its norm's input."""
+    """Summands of a router's logits [T, P, E] in weight's dtype (float32): three where BF16 is multiplied, else one. Only their
+    sum over P is differentiable. Nothing is quantised; x is not kept but rebuilt from its norm's input."""
     return _RouterLinear.apply(x.x, weight, x.norm)
 
 

@@ -780,6 +780,11 @@ def test_token_counts_do_not_recompile():  # CASE 9: nothing is tuned or compile
         q, v, table = x[:, :192].contiguous(), x[:, :128].contiguous(), torch.ones(2, T, 32)
         run("attention_inputs", q, x, x[:, 64:128], table, 1, 128)
         run("attention_inputs_backward", q, q.clone(), v, table, 1, 128)
+        logits, load = torch.randn(T, 3, 16), torch.zeros(16, dtype=torch.int64)
+        rule = False, True, 1.0, 1.0, 1e-20
+        scores, choices, weights, chosen, balance = run("route", logits, None, load, 1, 2, [1, 1, 1], *rule)
+        run("route_backward", scores, choices, weights, chosen, balance, *rule)
+        run("split_float32", scores, [0, 0, 1, 2])
 
     compiled = []
     triton.knobs.runtime.jit_post_compile_hook = lambda **info: compiled.append(info["repr"])
@@ -863,6 +868,148 @@ def test_a_training_step_all_through_the_kernels(monkeypatch):
     quant.new_epoch()
     for key, value in gradients().items():
         assert (value - want[key]).norm() <= 0.03 * want[key].norm(), key
+
+
+# -----------------------------------------------------------------------------
+# router
+
+
+@pytest.mark.parametrize("M, N", ((1, 4099), (70, 256), (33, 160), (5, 3)))
+@pytest.mark.parametrize("order", ((2, 0, 1, 0), (0, 0, 1, 2), (1,)), ids=str)
+def test_split_float32(M, N, order):
+    """Byte for byte, and the parts add up to x; of NaN the first is none either."""
+    g = torch.Generator().manual_seed(N)
+    x = torch.randn(M, N, generator=g) * 2.0 ** torch.randint(-90, 90, (M, N), generator=g)
+    x.view(-1)[:3] = torch.tensor([0.0, -0.0, 1 + 2.0**-23])
+    got = run("split_float32", x, list(order))
+    assert_same([got], [quant._parts(x, order)])
+    if len(order) == 4:
+        parts = got.cpu().float().view(M, 4, N)
+        assert torch.equal(sum(parts[:, order.index(i)] for i in range(3)), x)
+    assert run("split_float32", torch.tensor([[math.nan, math.inf]]), [0, 1]).isnan().tolist() == [[True, False, True, True]]
+
+
+def route(logits, top_k, bias=None, groups=(1, 1, 1), gate="sigmoid", scale=1.0, load=None, batch=1):
+    """kernels.route on logits [T, E], with an alpha of 1 -> scores, ids, weights, chosen, balance, on the CPU."""
+    bias = torch.tensor(bias) if isinstance(bias, list) else bias
+    logits = torch.as_tensor(logits, dtype=torch.float32)[:, None].contiguous()
+    rule = gate == "softmax", model.GATES[gate].renormalise, scale, 1.0, model.LEAST_SUM
+    out = run("route", logits, bias, load, batch, top_k, list(groups), *rule)
+    return [None if t is None else t.cpu() for t in out]
+
+
+@pytest.mark.parametrize("logits, top_k, groups, want", [
+    ([0, 0, 0, 0, 0, 0], 3, (1, 1, 1), [0, 1, 2]),  # all tie
+    ([1, 2, 2, 0, 2, -1], 4, (1, 1, 1), [1, 2, 4, 0]),  # some do
+    ([5], 1, (1, 1, 1), [0]),
+    ([3, 2, 1, 0], 4, (1, 1, 1), [0, 1, 2, 3]),  # all are chosen
+    ([0] * 8, 4, (4, 2, 2), [0, 1, 2, 3]),  # groups tie
+    ([3, -9, 1, 1], 2, (2, 1, 2), [2, 3]), ([3, -9, 1, 1], 2, (2, 1, 1), [0, 1]),  # the better pair, the better one
+    ([9, 9, 9, -1, -2, -3, 8, 8, 8], 4, (3, 2, 2), [0, 1, 2, 6]),  # three groups of three
+    ([0, 0, 0, 1, 2, 3], 3, (2, 1, 1), [5, 4, 3]),  # the example of the comment in kernels.py, and its padding
+    ([-200, -200, -200, -200], 2, (2, 1, 2), [0, 1])])  # every score is 0
+def test_route_by_hand(logits, top_k, groups, want):
+    scores, ids, weights, chosen, balance = route([logits], top_k, groups=groups, scale=2.5)
+    assert ids.tolist() == [want] and chosen is balance is None
+    exact = torch.tensor([logits]).double().sigmoid()
+    assert torch.allclose(scores.double(), exact, rtol=1e-6, atol=1e-37)
+    exact = exact.gather(1, ids.long())
+    exact = 2.5 * exact / exact.sum().clamp(min=1e-20)
+    assert torch.allclose(weights.double(), exact, rtol=1e-6, atol=1e-17)
+
+
+def test_route_bias_moves_selection_only():  # CASE 16
+    _, ids, weights, _, _ = route(torch.logit(torch.tensor([[0.9, 0.8, 0.1]])), 2, [-1.0, 0.0, 1.0])
+    assert ids.tolist() == [[2, 1]] and torch.allclose(weights, torch.tensor([[1 / 9, 8 / 9]]), rtol=1e-6)
+    assert route([[0.0, 0.0, 0.0, 0.0]], 2, [-1.0, -2.0, -1.0, -3.0])[1].tolist() == [[0, 2]]  # all negative
+
+
+@pytest.mark.parametrize("groups", ((1, 1, 1), (4, 2, 2), (4, 2, 1), (2, 1, 2)), ids=str)
+@pytest.mark.parametrize("gate", ("sigmoid", "softmax"))
+def test_route_of_numbers_that_are_none(gate, groups):
+    """NaN is chosen first and stays NaN, and so do losses; experts exist and differ, whatever comes."""
+    logits, load = torch.zeros(7, 8), torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    logits[0, 5], logits[1], logits[2, 3] = math.nan, math.nan, -math.nan
+    logits[3], logits[4, 6], logits[5] = -math.inf, math.inf, math.inf
+    scores, ids, weights, chosen, balance = route(logits, 4, groups=groups, gate=gate, load=load)
+    assert ((ids >= 0) & (ids < 8)).all() and all(len(set(row)) == 4 for row in ids.tolist())
+    assert weights[:3].isnan().any(1).all() and weights[6].isfinite().all() and balance.isnan().all()
+    assert chosen.sum() == load.sum() == 28
+    if gate == "sigmoid":
+        assert ids[[0, 2, 4], 0].tolist() == [5, 3, 6] and weights[[0, 2]].isnan().all() and weights[3:].isfinite().all()
+    rule = gate == "softmax", gate == "sigmoid", 1.0, 1.0, 1e-20
+    d = run("route_backward", scores, ids, torch.ones(7, 4), chosen, torch.ones(1), *rule)
+    assert d[:3].isnan().any(1).all()
+
+
+ROUTERS = [  # gate, experts, top-k, groups, tokens, sequences
+    ("sigmoid", 256, 8, (8, 4, "top2"), 70, 2), ("softmax", 160, 6, (8, 3, "max"), 45, 1),
+    ("softmax", 64, 6, (1, 1, "max"), 129, 1), ("sigmoid", 12, 3, (3, 2, "top2"), 900, 3),  # of two chunks each
+    ("sigmoid", 1, 1, (1, 1, "top2"), 3, 3), ("softmax", 8, 8, (1, 1, "max"), 20, 4)]
+
+
+def router_case(gate, E, K, groups, T, B):
+    """A Router and three summands of logits [T, 3, E]."""
+    n_groups, top_groups, group_score = groups
+    torch.manual_seed(E)
+    router = model.Router(replace(
+        model.PRESETS["tiny"], gate=gate, n_experts=E, top_k=K, n_groups=n_groups, top_groups=top_groups,
+        group_score=group_score, route_scale=2.5, balance_alpha=0.3))
+    if router.gate.balanced:
+        router.bias.normal_(0, 0.3)
+    return router, torch.randn(T, 3, E) * torch.tensor([1.0, 2.0**-8, 2.0**-16])[:, None]
+
+
+@pytest.fixture
+def through_kernels(monkeypatch):
+    monkeypatch.setattr(quant, "kernels", kernels, raising=False)
+    monkeypatch.setattr(quant, "_on_gpu", lambda x: True)
+
+
+@pytest.mark.parametrize("case", ROUTERS, ids=str)
+def test_route_against_the_router(case, through_kernels):
+    """The reference on the kernel's own scores: the same choices, counts to the last, weights and losses but for rounding.
+    Loads are added to what is there, the same bits come again, and without a load the same weights."""
+    (router, parts), (gate, E, _, _, T, B) = router_case(*case), case
+    router, parts = router.to(DEVICE), parts.to(DEVICE)
+    apply = lambda learns: model._Route.apply(parts, router, B, learns)
+    (ids, weights, balance), again, alone = apply(True), apply(True), apply(False)
+    assert_same([*again, *alone[:2]], [ids, weights, balance, ids, weights])
+    assert alone[2] is None and torch.equal(router.load, 2 * torch.bincount(ids.flatten(), minlength=E))
+    bias = router.bias if router.gate.balanced else None
+    c = router.config
+    groups, rule = (c.n_groups, c.top_groups, 1), (gate == "softmax", router.gate.renormalise, 2.5, 0.3, model.LEAST_SUM)
+    scores = kernels.route(parts, bias, None, 1, c.top_k, groups, *rule)[0]
+    near = lambda a, b: torch.allclose(a.double(), b.double(), rtol=1e-6, atol=0)
+    logits = parts[:, 0] + parts[:, 1] + parts[:, 2]
+    assert near(scores, router.gate.score(logits.double()))
+    if CUDA and gate == "sigmoid":
+        assert_same([scores], [router.gate.score(logits)])
+    assert torch.equal(router.select(scores), ids.long())
+    assert near(weights, router.weigh(scores.double(), ids.long()))
+    assert near(balance, router.balance_loss(scores.double(), ids.long(), B))
+
+
+@pytest.mark.parametrize("case", ROUTERS, ids=str)
+@pytest.mark.parametrize("of", ("weights", "balance", "both"))
+def test_route_gradients(case, of, through_kernels):
+    """Against float64, the choices being the kernel's; every summand has the same."""
+    router, parts = router_case(*case)
+    router, parts, B = router.to(DEVICE), parts.to(DEVICE).requires_grad_(), case[-1]
+    ids, weights, balance = model._Route.apply(parts, router, B, True)
+    dweights, dbalance = torch.randn(weights.shape, device=DEVICE), torch.randn(B, device=DEVICE)
+
+    def gradient(weights, balance, wrt):
+        terms = {"weights": (weights * dweights).sum(), "balance": (balance * dbalance).sum()}
+        return torch.autograd.grad(sum(terms.values()) if of == "both" else terms[of], wrt)[0]
+
+    got = gradient(weights, balance, parts)
+    wide = parts.detach().double().sum(1).requires_grad_()
+    scores = router.gate.score(wide)
+    want = gradient(router.weigh(scores, ids.long()), router.balance_loss(scores, ids.long(), B), wide)
+    assert torch.equal(got[:, 0], got[:, 1]) and torch.equal(got[:, 0], got[:, 2])
+    size = want.norm() if want.norm() > 1e-9 else 1  # of one expert, or where all are chosen, everything cancels
+    assert (got[:, 0] - want).norm() <= 1e-6 * size
 
 
 # -----------------------------------------------------------------------------
@@ -1076,6 +1223,15 @@ def every_launch():
             out = torch.empty(2, 4096, 7168, dtype=dtype)
             yield "grouped_wgrad", [dy, cols, end[:3], out, add], True
             yield "grouped_wgrad", [cols, dy, end[:3], out.mT.contiguous(), add], True
+    parts, load, rule = torch.ones(32, 3, 256), torch.zeros(256, dtype=torch.int64), [False, True, 2.5, 1e-4, 1e-20]
+    yield "route", [parts, p, load, 1, 8, [8, 4, 2], *rule], True  # V3's, V2's, V2-Lite's
+    yield "route", [parts[:, :1, :160].contiguous(), None, None, 1, 6, [8, 3, 1], True, False, *rule[2:]], True
+    yield "route", [parts[:, :, :64].contiguous(), None, load[:64], 1, 6, [1, 1, 1], True, False, *rule[2:]], True
+    scores, ids, dbalance = parts[:, 0].contiguous(), pair.view(32, 8), p[:1]
+    yield "route_backward", [scores, ids, p.view(32, 8), scores[:1], dbalance, *rule], True
+    yield "route_backward", [scores, ids, p.view(32, 8), None, None, True, False, *rule[2:]], True
+    yield "split_float32", [scores, [0, 0, 1, 2]], False
+    yield "split_float32", [weight[None], [2, 0, 1, 0]], False
     yield "group_rows", [pair.view(32, 8), 256, 4096], False
     yield "sum_rows", [x, pair.view(32, 8)], False
     yield "sum_rows", [q8.data, pair.view(32, 8), q8.scale, torch.bfloat16], False

@@ -529,15 +529,24 @@ def test_loads_are_counted_once_case_13(name, scopes, device):
 @pytest.mark.parametrize("step", [10.0, 0.01], ids=["all tie", "many tie"])
 @every_recipe
 def test_router_decides_once_case_12(name, step, device, monkeypatch):
-    """Scores rounded to a step: recomputing everything changes no choice, and not a bit of loss or gradient."""
-    calls, select = [], Router.select
-    spied = lambda self, scores: calls.append(select(self, (scores / step).round())) or calls[-1]
-    monkeypatch.setattr(Router, "select", spied)
+    """Logits rounded to a step: recomputing everything changes no choice, and not a bit of loss or gradient."""
+    calls, forward, linear = [], Router.forward, quant.router_linear
+
+    def spied(self, *args):
+        calls.append(forward(self, *args))
+        return calls[-1]
+
+    def rounded(x, weight):
+        logits = linear(x, weight)
+        return logits - logits.detach() + (logits.detach() / step).round() * step  # first 0, so that ties stay ties
+
+    monkeypatch.setattr(Router, "forward", spied)
+    monkeypatch.setattr(quant, "router_linear", rounded)
     config, recipe = replace(SMALL, n_experts=16), replace(RECIPES[name], save_h="bf16")
     with repeatable():
         assert_same(*(gradients(build(config, recipe, s).to(device), *inputs_and_targets(device=device))
                       for s in ((), RECOMPUTE_SCOPES)))
-    assert len(calls) == 2 and torch.equal(*calls)  # one MoE layer, once a forward, never in backward
+    assert len(calls) == 2 and torch.equal(calls[0][0], calls[1][0])  # one MoE layer, once a forward, never in backward
 
 
 @every_device
@@ -1120,6 +1129,36 @@ def test_gpu_against_cpu(name, scopes):
         noise.append(snr(ours, exact))
     assert noise[1] >= min(30, noise[0] - 1)
     assert torch.equal(net.generate(batch[0].cuda(), 8, 0)[:, :128].cpu(), batch[0])
+
+
+@needs_cuda
+@pytest.mark.parametrize("gate, group_score", [("sigmoid", "top2"), ("softmax", "max")])
+def test_router_on_gpu(gate, group_score):
+    """Norm and router on 4096 tokens as wide as V2-Lite's, against float64 with the same choices, of which few may differ from
+    its own; x is BF16, and so is its gradient. Evaluation gives the same weights, and counts nothing."""
+    config = replace(SMALL, gate=gate, group_score=group_score, hidden=2048, n_experts=160, n_groups=8, top_groups=3, top_k=6,
+                     route_scale=2.5, balance_alpha=0.1)
+    torch.manual_seed(0)
+    wide, x = Router(config).double().cuda(), torch.randn(4096, 2048, device="cuda").bfloat16()
+    torch.nn.init.normal_(wide.weight, std=0.02)
+    wide.weight.data = wide.weight.data.float().double()
+    dweights, dbalance = torch.randn(4096, 6, device="cuda"), torch.randn(2, device="cuda")
+
+    def run(router, x):
+        x = x.clone().requires_grad_()
+        ids, weights, balance = router(quant.Activation(x, RECIPES["bf16"]), 2)
+        loss = (weights * dweights).sum() + (balance * dbalance).sum()
+        return ids, weights.detach(), balance.detach(), *torch.autograd.grad(loss, (x, router.weight))
+
+    router = copy.deepcopy(wide).float()
+    ids, *got = run(router, x)
+    assert (run(wide, x.double())[0] != ids).sum() < 10 and torch.equal(router.load, torch.bincount(ids.flatten(), minlength=160))
+    wide.select = lambda scores: ids.long()
+    for a, b, bound in zip(got, run(wide, x.double())[1:], (1e-6, 1e-6, 2.0**-8, 2e-6)):
+        assert (a - b).norm() <= bound * b.norm()
+    router.eval()
+    again = router(quant.Activation(x, RECIPES["bf16"]), 1)
+    assert torch.equal(again[0], ids) and torch.equal(again[1], got[0]) and again[2] is None and router.load.sum() == 6 * 4096
 
 
 @needs_cuda
