@@ -1,6 +1,6 @@
 """Triton kernels for FP8 and MXFP4 training on Hopper: conversions, the data movement of an MoE layer, and FP8 GEMMs.
-Tensors in, a flat tuple of tensors out (GEMMs write where they are told); one launch each (routing maps three, odd widths
-two, route two where it balances), no host synchronisation.
+Tensors in, a flat tuple of tensors out (GEMMs write where they are told); one launch each (routing maps three; odd widths, rows
+and cols of another float than bfloat16, places of messages and route where it balances two), no host synchronisation.
 
 quant.py chooses between these and its plain PyTorch reference, checks shapes, and says what each tensor is used for.
 Conversions agree with the reference on every byte. Kernels that compute first (norm, SwiGLU) give exactly the codes of
@@ -277,8 +277,13 @@ def _unpair(words):
 @triton.jit
 def _unpair_halves(words):
     """The same of words of two float16."""
-    first, second = (words & 0xFFFF).to(tl.int16), (words >> 16).to(tl.int16)
-    return first.to(tl.float16, bitcast=True).to(tl.float32), second.to(tl.float16, bitcast=True).to(tl.float32)
+    if INTERPRET:
+        first, second = (words & 0xFFFF).to(tl.int16), (words >> 16).to(tl.int16)
+        return first.to(tl.float16, bitcast=True).to(tl.float32), second.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 x, y; mov.b32 {x, y}, $2; cvt.f32.f16 $0, x; cvt.f32.f16 $1, y; }",
+            "=f,=f,r", [words], (tl.float32, tl.float32), True, 1)
 
 
 @triton.jit
@@ -293,16 +298,19 @@ def _pair(first, second):
 @triton.jit
 def _twice(bits):
     """A bfloat16, as float32's bits, in both halves of a word."""
-    return bits | (bits >> 16)
+    if INTERPRET:
+        return bits | ((bits >> 16) & 0xFFFF)
+    else:
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x3232;", "=r,r", [bits], tl.int32, True, 1)
 
 
 @triton.jit
 def _times(words, factor):
-    """Pairs of bfloat16 times a power of two twice over: exact, but for what becomes subnormal, far below any code."""
+    """Pairs of bfloat16 times pairs of powers of two: exact, but for what becomes subnormal, far below any code."""
     if INTERPRET:
         first, second = _unpair(words)
-        factor = _from_bits(factor & -65536)
-        return _pair(first * factor, second * factor)
+        factor_1, factor_2 = _unpair(factor)
+        return _pair(first * factor_1, second * factor_2)
     else:
         return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [words, factor], tl.int32, True, 1)
 
@@ -680,42 +688,6 @@ def _store_pairs_as(words, data8, scale8, s_row, s_col, data4, scale4, row0, r, 
         codes, scales = _pairs_to_fp4(words)
         _store(data4, codes, row0, r, _origin(tile_k, C // 8), tl.arange(0, C // 8), K // 8, 1, M, K // 8)
         _store_once(scale4, scales, OCTETS, row0, r, _origin(tile_k, C // MX), K // MX, 1, M, K // MX)
-
-
-@triton.jit
-def _store_as_cols(v0, v1, v2, v3, data, scale, s_row, s_col, tile_m, tile_k, pitch, K: tl.constexpr, BLOCK: tl.constexpr):
-    """float32 of four row quads -> FP8 cols [K, pitch] in words, a scale for each column of 128 rows or (BLOCK) for all."""
-    top = _amax(_larger(_larger(tl.abs(v0), tl.abs(v1)), _larger(tl.abs(v2), tl.abs(v3))), 0)
-    if BLOCK:
-        scales, inverse = _fp8_scales(tl.max(top, 0))
-        tl.store(scale + tile_k.to(tl.int64) * s_row + tile_m.to(tl.int64) * s_col, scales)
-    else:
-        scales, inverse = _fp8_scales(top[None, :])
-        _store_scale_of_cols(scale, scales, tile_m, tile_k, 128, s_row, s_col, K)
-    words = _encode_columns(v0 * inverse, v1 * inverse, v2 * inverse, v3 * inverse)
-    _store_cols(data, words, tile_m, tile_k, 128, pitch, K)
-
-
-@triton.jit
-def _quantize_quad(j: tl.constexpr, x, data8, scale8, s_row, s_col, tile_m, tile_k, M, K: tl.constexpr):
-    """float32 of rows 4i + j, which are stored as FP8 rows."""
-    row0, r, col0, c = _origin(tile_m, 128), _quad(j), _origin(tile_k, 128), tl.arange(0, 128)
-    value = _float(_load(x, row0, r, col0, c, K, 1, M, K))
-    codes, scales = _to_fp8(value)
-    _store_fp8_rows(data8, scale8, s_row, s_col, codes, scales, row0, r, tile_k, 128, M, K)
-    return value
-
-
-@triton.jit(do_not_specialize=["M"])
-def _quantize_rows_and_cols(x, data8, scale8, s_row, s_col, data_t, scale_t, t_row, t_col, M, K: tl.constexpr, pitch,
-                            BLOCK: tl.constexpr):
-    """Contiguous rows -> FP8 rows and, from the same read, FP8 cols [K, pitch] in words, each with its own scales."""
-    tile_m, tile_k = _tile_down(M)
-    v0 = _quantize_quad(0, x, data8, scale8, s_row, s_col, tile_m, tile_k, M, K)
-    v1 = _quantize_quad(1, x, data8, scale8, s_row, s_col, tile_m, tile_k, M, K)
-    v2 = _quantize_quad(2, x, data8, scale8, s_row, s_col, tile_m, tile_k, M, K)
-    v3 = _quantize_quad(3, x, data8, scale8, s_row, s_col, tile_m, tile_k, M, K)
-    _store_as_cols(v0, v1, v2, v3, data_t, scale_t, t_row, t_col, tile_m, tile_k, pitch, K, BLOCK)
 
 
 @triton.jit
@@ -1098,32 +1070,22 @@ def _swiglu(h, p, pair, shift, end, a8, a_scale, a_row, a_col, h8, h8_scale, h_r
 
 
 # -----------------------------------------------------------------------------
-# SwiGLU backward. Rows and columns of one 128x128 tile come from one read: results wait in shared memory, as bfloat16, until
-# the columns' maxima are known. Gluon gives that memory; in the interpreter a plain tensor stands for it.
+# FP8 rows and columns of a 128x128 tile from one read, in Gluon: pairs of rows wait in shared memory, as bfloat16, until the
+# columns' maxima are known. In the interpreter a plain tensor stands for that memory.
 #
-# A step computes 16 pairs of rows, 8j + 2 step and the row behind it: a word holds the same column of both. Staged words
-# [16, 128] of four steps are then a thread's two j, hence sixteen rows, of four columns: sixteen bytes to store a column.
+# A step takes 32 pairs of rows, 4j + 2 step and the row behind it: a word holds the same column of both. Staged words [32, 128]
+# of two steps at four j are then sixteen rows, sixteen bytes to store a column.
 
 _gluon_jit = triton.jit if INTERPRET.value else gluon.jit
-STEPS = tl.constexpr(4)
-FLAT = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-PLAIN = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # [j, column], in words; XOR of groups of columns and of j lets both stores of rows and loads of columns meet every bank
 STAGE = tl.constexpr(gl.SharedLinearLayout(
-    [[0, 1], [0, 2], [0, 8], [0, 16], [0, 32], [0, 4], [0, 64], [1, 0], [2, 8], [4, 16], [8, 32]]))
-LINE = tl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
-ROWS = tl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # [16, 128]: sixteen threads a row, eight columns each
-WORDS = tl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [8, 1], [1, 0]))  # [16, 16]: the eight as one word of E2M1
-COLS = tl.constexpr(gl.BlockedLayout([2, 4], [8, 4], [1, 8], [0, 1]))  # [16, 128]: two j, four columns
+    [[0, 1], [0, 2], [0, 16], [0, 32], [0, 64], [0, 4], [0, 8], [1, 0], [2, 0], [4, 16], [8, 32], [16, 64]]))
+ROWS = tl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))  # [32, 128]: eight threads a row, sixteen columns each
+PAIRS = tl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # [32, 64]: the same in words of two columns
+TWO_ROWS = tl.constexpr(gl.DistributedLinearLayout(  # [32, 2]: what each of a pair of rows has one of
+    [[0, 1]], [[0, 0], [0, 0], [0, 0], [1, 0], [2, 0]], [[4, 0], [8, 0], [16, 0]], [], [32, 2]))
+COLS = tl.constexpr(gl.BlockedLayout([4, 4], [8, 4], [1, 8], [0, 1]))  # [32, 128]: four j, four columns
 OUT = tl.constexpr(gl.BlockedLayout([4, 4], [4, 8], [8, 1], [1, 0]))  # [128, 32]: the same transposed, words of four rows
-# a row's scales, one or four: [16 * B] as loaded, [16, B, 128/B] on their way to columns in ROWS
-SCALES_1 = tl.constexpr(gl.DistributedLinearLayout([], [[0], [0], [0], [0], [1]], [[2], [4], [8]], [], [16]))
-SCALES_4 = tl.constexpr(gl.DistributedLinearLayout([], [[0], [0], [1], [2], [4]], [[8], [16], [32]], [], [64]))
-EIGHT, EACH_WARP = [[0, 0, 1], [0, 0, 2], [0, 0, 4]], [[2, 0, 0], [4, 0, 0], [8, 0, 0]]
-BLOCKS_1 = tl.constexpr(gl.DistributedLinearLayout(
-    EIGHT, [[0, 0, 8], [0, 0, 16], [0, 0, 32], [0, 0, 64], [1, 0, 0]], EACH_WARP, [], [16, 1, 128]))
-BLOCKS_4 = tl.constexpr(gl.DistributedLinearLayout(
-    EIGHT, [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [1, 0, 0]], EACH_WARP, [], [16, 4, 32]))
 
 
 @_gluon_jit
@@ -1144,36 +1106,20 @@ def _as(x, layout: tl.constexpr):
 
 
 @_gluon_jit
-def _put(x, layout: tl.constexpr):
-    """x in shared memory."""
+def _put(words):
+    """Words in shared memory."""
     if INTERPRET:
-        return x
+        return words
     else:
-        return gl.allocate_shared_memory(x.dtype, x.shape, layout, x)
+        return gl.allocate_shared_memory(tl.int32, [32, 128], STAGE, words)
 
 
 @_gluon_jit
-def _get(x, layout: tl.constexpr):
+def _get(stage, layout: tl.constexpr):
     if INTERPRET:
-        return x
+        return stage
     else:
-        return x.load(layout)
-
-
-@_gluon_jit
-def _eighth(x, i: tl.constexpr, layout: tl.constexpr):
-    """The i-th of eight parts of x [n], which _put has put away."""
-    n: tl.constexpr = x.shape[0] // 8
-    if INTERPRET:
-        return tl.sum(tl.where(tl.arange(0, 8)[:, None] == i, tl.reshape(x, (8, n)), 0), 0).to(x.dtype)
-    else:
-        return x.slice(n * i, n).load(layout)
-
-
-@_gluon_jit
-def _over_columns(x, B: tl.constexpr):
-    """[16, B] -> [16, 128]."""
-    return _as(tl.reshape(tl.broadcast_to(x[:, :, None], (16, B, 128 // B)), (16, 128)), ROWS)
+        return stage.load(layout)
 
 
 # ---- pairs of bfloat16 magnitudes
@@ -1209,65 +1155,191 @@ def _amax_within(a, b):
 
 @triton.jit
 def _fp8_scales_of_pairs(words):
-    """_fp8_scales of the two magnitudes in a word: scale and inverse of the first, scale and inverse of the second."""
+    """_fp8_scales of the two magnitudes in a word: scale of the first, of the second, and a word of both inverses."""
     if INTERPRET:
         scale_1, inverse_1 = _fp8_scales((words << 16) & 0x7FFF0000)
         scale_2, inverse_2 = _fp8_scales(words & 0x7FFF0000)
-        return scale_1, inverse_1, scale_2, inverse_2
+        return scale_1, scale_2, _pair(inverse_1, inverse_2)
     else:  # the same in the upper halves of float32; 0 * Inf and 0 * NaN are NaN, which the minimum makes 0x7FC0
         return tl.inline_asm_elementwise(
             """{ .reg .b32 a, r, s, zero, least, most, nan; mov.b32 zero, 0;
             mov.b32 least, 0x04800480; mov.b32 most, 0x7F007F00; mov.b32 nan, 0x7FC07FC0;
-            and.b32 a, $4, 0x7FFF7FFF; add.u32 r, a, 0x001F001F; and.b32 r, r, 0x7F807F80;
+            and.b32 a, $3, 0x7FFF7FFF; add.u32 r, a, 0x001F001F; and.b32 r, r, 0x7F807F80;
             max.u16x2 r, r, least; min.u16x2 r, r, most; sub.u32 s, r, 0x04000400; sub.u32 r, 0x83008300, r;
-            fma.rn.bf16x2 s, a, zero, s; fma.rn.bf16x2 r, a, zero, r; min.u16x2 s, s, nan;
-            shl.b32 $0, s, 16; shl.b32 $1, r, 16; and.b32 $2, s, 0xFFFF0000; and.b32 $3, r, 0xFFFF0000; }""",
-            "=f,=f,=f,=f,r", [words], (tl.float32, tl.float32, tl.float32, tl.float32), True, 1)
+            fma.rn.bf16x2 s, a, zero, s; fma.rn.bf16x2 r, a, zero, r; min.u16x2 s, s, nan; min.u16x2 $2, r, nan;
+            shl.b32 $0, s, 16; and.b32 $1, s, 0xFFFF0000; }""",
+            "=f,=f,=r,r", [words], (tl.float32, tl.float32, tl.int32), True, 1)
+
+
+@triton.jit
+def _each_twice(words):
+    """Of a word's two halves, a word with the first twice and one with the second twice."""
+    return _twice(words << 16), _twice(words & -65536)
+
+
+@triton.jit
+def _scaled(words, factor):
+    """The two float32 of bfloat16 pairs times the powers of two in a word."""
+    return _unpair(_times(words, factor))
+
+
+# ---- where it goes. num_rows, num_words (of four rows), num_cols: how many the tile has, None for all
+
+@_gluon_jit
+def _store_of_rows(ptr, first, second, step: tl.constexpr, num_rows):
+    """One of each of a pair's rows, the two side by side in memory."""
+    if INTERPRET:
+        j = 4 * tl.arange(0, 32) + 2 * step
+        tl.store(ptr + j, first, mask=None if num_rows is None else j < num_rows)
+        tl.store(ptr + j + 1, second, mask=None if num_rows is None else j + 1 < num_rows)
+    else:
+        j, k = gl.arange(0, 32, layout=gl.SliceLayout(1, TWO_ROWS)), gl.arange(0, 2, layout=gl.SliceLayout(0, TWO_ROWS))
+        r = 4 * j[:, None] + k[None, :]
+        tl.store(ptr + r + 2 * step, _as(tl.join(first, second), TWO_ROWS),
+                 mask=None if num_rows is None else r < num_rows - 2 * step)
+
+
+@_gluon_jit
+def _store_row_pairs(words, data, scale, step: tl.constexpr, K: tl.constexpr, num_rows, num_cols):
+    """Words of a step's pairs of rows -> FP8 rows, K bytes apart."""
+    scale_1, scale_2, inverse = _fp8_scales_of_pairs(_amax_pairs(words, 1))
+    _store_of_rows(scale, scale_1, scale_2, step, num_rows)
+    first, second = _scaled(words, inverse[:, None])
+    r, c = _line(32, gl.SliceLayout(1, ROWS)) * 4, _line(128, gl.SliceLayout(0, ROWS))
+    data += r[:, None] * K + c[None, :]
+    even, odd = None, None
+    if num_rows is not None:
+        even = (r < num_rows - 2 * step)[:, None] & (c < num_cols)[None, :]
+        odd = (r + 1 < num_rows - 2 * step)[:, None] & (c < num_cols)[None, :]
+    tl.store(data + 2 * step * K, _encode_e4m3(first), mask=even)
+    tl.store(data + (2 * step + 1) * K, _encode_e4m3(second), mask=odd)
+
+
+@_gluon_jit
+def _store_staged(staged, data, scale, s_row, pitch, num_words, num_cols, BLOCK: tl.constexpr):
+    """The words of two steps -> FP8 cols, pitch words apart, a scale for each column or (BLOCK) for all."""
+    w0, w1 = _get(staged[0], COLS), _get(staged[1], COLS)
+    top = _amax_pairs(tl.reshape(_larger_of_pairs(w0, w1), (8, 4, 128)), 1)  # within a thread
+    left, right = tl.split(tl.reshape(top, (8, 64, 2)))
+    top = _amax_pairs(_amax_within(left, right), 0)
+    if BLOCK:
+        top = top * 0 + _amax_pairs(top, 0)
+        top = _amax_within(top, top)
+    scale_1, scale_2, inverse = _fp8_scales_of_pairs(top)
+    inverse_1, inverse_2 = _each_twice(inverse)
+    scales = _as(tl.reshape(tl.join(scale_1, scale_2), (128,)), gl.SliceLayout(0, COLS))
+    inverse = _as(tl.reshape(tl.join(inverse_1, inverse_2), (128,)), gl.SliceLayout(0, COLS))[None, :]
+    a, b = _scaled(w0, inverse)
+    c, d = _scaled(w1, inverse)
+    x = _as(tl.trans(_encode_columns(a, b, c, d)), OUT)
+    c, m = _line(128, gl.SliceLayout(1, OUT)), _line(32, gl.SliceLayout(0, OUT))
+    tl.store(data + c.to(tl.int64)[:, None] * pitch + m[None, :], x,
+             mask=None if num_cols is None else (c < num_cols)[:, None] & (m < num_words)[None, :])
+    c = _line(128, gl.SliceLayout(0, COLS))
+    tl.store(scale + c * s_row, scales, mask=c == 0 if BLOCK else None if num_cols is None else c < num_cols)
+
+
+@_gluon_jit
+def _banded(t, tiles_m, tiles_k: tl.constexpr):
+    """The t-th tile: bands of eight rows of tiles, rows fastest: neighbours share pages of memory in rows and in columns."""
+    x, first = t % (8 * tiles_k), t // (8 * tiles_k) * 8
+    if first + 8 <= tiles_m:
+        m, k = first + x % 8, x // 8
+    else:
+        m, k = first + x // tiles_k, x % tiles_k
+    return m, k
+
+
+# ---- rows and columns of bfloat16
+
+@_gluon_jit
+def _load_words(x, row: tl.constexpr, num_rows, num_cols, K: tl.constexpr):
+    """Words [32, 64] of rows 4j + row; zeros outside."""
+    r, c = _line(32, gl.SliceLayout(1, PAIRS)) * 4 + row, _line(64, gl.SliceLayout(0, PAIRS))
+    return tl.load(x + (r[:, None] * (K // 2) + c[None, :]), mask=(r < num_rows)[:, None] & (c < num_cols // 2)[None, :], other=0)
+
+
+@_gluon_jit
+def _row_pairs(even, odd):
+    """Words of two columns [32, 64], of two rows -> words of the two rows [32, 128]."""
+    if INTERPRET:
+        first, second = (even & 0xFFFF) | (odd << 16), ((even >> 16) & 0xFFFF) | (odd & -65536)
+    else:
+        first, second = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;", "=r,=r,r,r", [even, odd], (tl.int32, tl.int32), True, 1)
+    return _as(tl.reshape(tl.join(first, second), (32, 128)), ROWS)
+
+
+@_gluon_jit(do_not_specialize=["s_col", "M", "quads"])
+def _quantize_rows_and_cols(x, data8, scale8, s_col, data_t, scale_t, t_row, t_col, M, K: tl.constexpr, quads,
+                            BLOCK: tl.constexpr):
+    """Contiguous rows of bfloat16, K even, as words -> FP8 rows and FP8 cols [K, 4 quads] in words, each with its own scales."""
+    tiles_k: tl.constexpr = (K + 127) // 128
+    tile_m, tile_k = _banded(tl.program_id(0), tl.cdiv(M, 128), tiles_k)
+    row0, col0, pitch = _origin(tile_m, 128), tile_k * 128, 4 * quads  # of columns: sixteen bytes can be stored at once
+    num_rows, num_cols = M - tile_m * 128, K - col0
+    x += row0 * (K // 2) + tile_k * 64
+    r0, r1 = _load_words(x, 0, num_rows, num_cols, K), _load_words(x, 1, num_rows, num_cols, K)
+    r2, r3 = _load_words(x, 2, num_rows, num_cols, K), _load_words(x, 3, num_rows, num_cols, K)
+    first, second = _row_pairs(r0, r1), _row_pairs(r2, r3)
+    staged = _put(first), _put(second)
+    _store_row_pairs(first, data8 + row0 * K + col0, scale8 + row0 + tile_k * s_col, 0, K, num_rows, num_cols)
+    _store_row_pairs(second, data8 + row0 * K + col0, scale8 + row0 + tile_k * s_col, 1, K, num_rows, num_cols)
+    scale_t += (tile_k if BLOCK else col0) * t_row + tile_m * t_col
+    _store_staged(staged, data_t + col0 * pitch.to(tl.int64) + tile_m * 32, scale_t, t_row, pitch, pitch - tile_m * 32, num_cols,
+                  BLOCK)
+
+
+# -----------------------------------------------------------------------------
+# SwiGLU backward
+
+FLAT = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+PLAIN = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+LINE = tl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+ONCE = tl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))  # [128] in every warp
+HALF = tl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # [32, 64]: the first or last eight of a thread's sixteen
+# a row's scales, one or four: [32 * B] as loaded, [32, B, 64/B] on their way to columns in HALF
+EIGHT, EACH_WARP = [[0, 0, 1], [0, 0, 2], [0, 0, 4]], [[4, 0, 0], [8, 0, 0], [16, 0, 0]]
+SCALES_1 = tl.constexpr(gl.DistributedLinearLayout([], [[0], [0], [0], [1], [2]], [[4], [8], [16]], [], [32]))
+SCALES_4 = tl.constexpr(gl.DistributedLinearLayout([], [[0], [1], [2], [4], [8]], [[16], [32], [64]], [], [128]))
+BLOCKS_1 = tl.constexpr(gl.DistributedLinearLayout(
+    EIGHT, [[0, 0, 8], [0, 0, 16], [0, 0, 32], [1, 0, 0], [2, 0, 0]], EACH_WARP, [], [32, 1, 64]))
+BLOCKS_4 = tl.constexpr(gl.DistributedLinearLayout(
+    EIGHT, [[0, 0, 8], [0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0]], EACH_WARP, [], [32, 4, 16]))
 
 
 # ---- what is read: copies to shared memory run ahead; in the interpreter a load, where they are waited for
 
 @_gluon_jit
-def _room(ptr, n: tl.constexpr):
+def _room(n: tl.constexpr):
     if not INTERPRET:
-        return gl.allocate_shared_memory(ptr.dtype.element_ty, [32, n], PLAIN)
+        return gl.allocate_shared_memory(tl.int32, [64, n], PLAIN)
 
 
 @_gluon_jit
-def _rooms(da, h, n: tl.constexpr):
+def _rooms(n: tl.constexpr):
     """For a step of da, gate and up."""
-    return _room(da, 128), _room(h, n), _room(h, n)
+    return _room(64), _room(n), _room(n)
 
 
 @_gluon_jit
-def _fetch(room, ptr, pitch, pair, step: tl.constexpr, n: tl.constexpr):
+def _fetch(room, ptr, pitch: tl.constexpr, num_real, step: tl.constexpr, n: tl.constexpr):
     """Begins to copy a step's rows, even ones first; zeros for padding. Sixteen bytes a thread."""
     if not INTERPRET:
-        size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth  # elements in sixteen bytes
-        LAYOUT: tl.constexpr = gl.BlockedLayout([1, size], [32 * size // n, n // size], [8, 1], [1, 0])
-        i, c = gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT)), gl.arange(0, n, layout=gl.SliceLayout(0, LAYOUT))
-        r = i % 16 * 8 + 2 * step + i // 16
-        real = (gl.load(pair + r) >= 0)[:, None] & (c >= 0)[None, :]
-        async_copy.async_copy_global_to_shared(room, ptr + (r[:, None] * pitch + c[None, :]), mask=real)
+        LAYOUT: tl.constexpr = gl.BlockedLayout([1, 4], [128 // n, n // 4], [8, 1], [1, 0])
+        i, c = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), gl.arange(0, n, layout=gl.SliceLayout(0, LAYOUT))
+        r = i % 32 * 4 + i // 32
+        there = (r < num_real - 2 * step)[:, None] & (c >= 0)[None, :]
+        async_copy.async_copy_global_to_shared(room, ptr + (r[:, None] * pitch + c[None, :]) + 2 * step * pitch, mask=there)
 
 
 @_gluon_jit
-def _fetched(room, ptr, pitch, pair, step: tl.constexpr, n: tl.constexpr, odd: tl.constexpr, layout: tl.constexpr):
-    """[16, n]: the even or the odd rows of a step."""
-    if INTERPRET:
-        r, c = 8 * tl.arange(0, 16) + 2 * step + odd, tl.arange(0, n)
-        return tl.load(ptr + r[:, None] * pitch + c[None, :], mask=(tl.load(pair + r) >= 0)[:, None], other=0)
-    else:
-        return room.slice(16 * odd, 16).load(layout)
-
-
-@_gluon_jit
-def _fetch_step(rooms, sources, step: tl.constexpr, more, n: tl.constexpr, I: tl.constexpr):
-    da, h, pair = sources
-    if more:
-        _fetch(rooms[0], da, I, pair, step, 128)
-        _fetch(rooms[1], h, I * n // 64, pair, step, n)
-        _fetch(rooms[2], h + I * n // 128, I * n // 64, pair, step, n)
+def _fetch_step(rooms, sources, step: tl.constexpr, n: tl.constexpr, I: tl.constexpr):
+    da, h, num_real = sources
+    pitch: tl.constexpr = I * n // 64
+    _fetch(rooms[0], da, I // 2, num_real, step, 64)
+    _fetch(rooms[1], h, pitch, num_real, step, n)
+    _fetch(rooms[2], h + pitch // 2, pitch, num_real, step, n)
     if not INTERPRET:
         async_copy.commit_group()
 
@@ -1280,33 +1352,94 @@ def _wait(left: tl.constexpr):
 
 
 @_gluon_jit
-def _sources(da, h, pair, shift, tile_m, tile_k, more, n: tl.constexpr, I: tl.constexpr):
-    """Where a tile begins in da, in what is kept of h (without padding, unless shift is None), and in pair."""
-    row0 = _origin(tile_m, 128)
-    kept = row0
-    if shift is not None:
-        kept = row0 - tl.load(shift + tile_m, mask=more, other=0)
-    return da + row0 * I + tile_k * 128, h + kept * (I * n // 64) + tile_k * n, pair + row0
+def _fetched(room, ptr, pitch: tl.constexpr, num_real, row: tl.constexpr, half: tl.constexpr, n: tl.constexpr):
+    """Words [32, n/2] of rows 4j + row, of the first or the last eight of each sixteen columns."""
+    q: tl.constexpr = n // 16  # words of eight columns
+    if INTERPRET:
+        r, c = 4 * tl.arange(0, 32) + row, tl.arange(0, 8 * q)
+        c = c // q * (2 * q) + half * q + c % q
+        return tl.load(ptr + r[:, None] * pitch + c[None, :], mask=(r < num_real)[:, None], other=0)
+    else:
+        LAYOUT: tl.constexpr = gl.BlockedLayout([1, 1, 1, q], [4, 8, 1, 1], [8, 1, 1, 1], [3, 2, 1, 0])
+        HELD: tl.constexpr = gl.BlockedLayout([1, q], [4, 8], [8, 1], [1, 0])
+        words = room.reshape((64, 8, 2, q)).slice(32 * (row % 2), 32).slice(half, 1, dim=2).load(LAYOUT)
+        return _as(tl.reshape(words, (32, 8 * q)), HELD)
 
 
 @_gluon_jit
-def _of_rows(p, pair, shift, scale, s_row, s_col, tile_m, tile_k, more, B: tl.constexpr, I: tl.constexpr):
-    """Gate weights [128] and scales [128 * B] of gate and up, in the order of use: even rows of steps 0 ... 3, then odd ones."""
+def _set_aside(x):
+    """x [n] in shared memory."""
+    if INTERPRET:
+        return x
+    else:
+        return gl.allocate_shared_memory(x.dtype, x.shape, FLAT, x)
+
+
+@_gluon_jit
+def _quarter(x, i: tl.constexpr, layout: tl.constexpr):
+    """The i-th of four parts of x, which was set aside."""
+    n: tl.constexpr = x.shape[0] // 4
+    if INTERPRET:
+        return tl.sum(tl.where(tl.arange(0, 4)[:, None] == i, tl.reshape(x, (4, n)), 0), 0).to(x.dtype)
+    else:
+        return x.slice(n * i, n).load(layout)
+
+
+@_gluon_jit
+def _ask(pair, shift, tile_m):
+    """How far above a tile's rows stand among those that are kept, and its last row's pair, negative if it has padding."""
+    up = 0
+    if shift is not None:
+        up = tl.load(shift + tile_m)
+    return up, tl.load(pair + _origin(tile_m, 128) + 127)
+
+
+@_gluon_jit
+def _num_real(pair, tile_m, last):
+    """How many rows of a tile are no padding, which comes last."""
+    num = 128
+    if last < 0:
+        of_row = tl.load(pair + _origin(tile_m, 128) + _line(128, ONCE))
+        num = tl.sum(tl.where(of_row >= 0, 1, 0), 0)
+    return num
+
+
+@_gluon_jit
+def _sources(da, h, moved, tile_m, tile_k, num_real, n: tl.constexpr, I: tl.constexpr):
+    """Where a tile begins in da and in what is kept of h, and how many rows it has."""
+    row0 = _origin(tile_m, 128)
+    return da + row0 * (I // 2) + tile_k * 64, h + (row0 - moved) * (I * n // 64) + tile_k * n, num_real
+
+
+@_gluon_jit
+def _blocks_in_order(B: tl.constexpr):
+    """For scales of a tile, [128 * B], row and block in the order of use: rows 4j, then rows 4j + 1, ..."""
     k = _line(128 * B, LINE)
     i = k // B
-    r = i % 16 * 8 + i // 16 % 4 * 2 + i // 64
-    row0 = _origin(tile_m, 128)
-    real = tl.load(pair + row0 + r, mask=more & (r >= 0), other=-1) >= 0
+    return i % 32 * 4 + i // 32, k % B
+
+
+@_gluon_jit
+def _pairs_of_rows(pair, tile_m, B: tl.constexpr):
+    """Pairs of a tile's rows in the order of use, one a row and one a scale."""
+    pair += _origin(tile_m, 128)
+    return tl.load(pair + _blocks_in_order(1)[0]), tl.load(pair + _blocks_in_order(B)[0])
+
+
+@_gluon_jit
+def _of_rows(p, scale, s_row, s_col, moved, tile_m, tile_k, pairs, B: tl.constexpr, I: tl.constexpr):
+    """Gate weights and scales of gate and up; 0 for padding."""
+    of_row, of_block = pairs
     if scale is None:
-        gate = tl.where(real, 1.0, 0.0)
+        gate = tl.where(of_block >= 0, 1.0, 0.0)
         up = gate
     else:
-        at = scale + (row0 - tl.load(shift + tile_m, mask=more, other=0) + r) * s_row + (tile_k * B + k % B) * s_col
-        gate, up = tl.load(at, mask=real, other=0), tl.load(at + I // 128 * B * s_col, mask=real, other=0)
+        r, block = _blocks_in_order(B)
+        at = scale + (_origin(tile_m, 128) - moved + r) * s_row + (tile_k * B + block) * s_col
+        gate = tl.load(at, mask=of_block >= 0, other=0)
+        up = tl.load(at + I // 128 * B * s_col, mask=of_block >= 0, other=0)
         if B == 4:
             gate, up = _of_byte(gate), _of_byte(up)
-    i = _line(128, LINE)
-    of_row = tl.load(pair + row0 + (i % 16 * 8 + i // 16 % 4 * 2 + i // 64), mask=more & (i >= 0), other=-1)
     return tl.load(p + of_row, mask=of_row >= 0, other=0), gate, up
 
 
@@ -1317,13 +1450,13 @@ def _of_byte(byte):
 
 
 @_gluon_jit
-def _decode_row_words(words):
-    """Words of eight E2M1 codes [16, 16] -> float32 [16, 128]."""
+def _decode_e2m1_words(words):
+    """Words of eight E2M1 codes [32, 8] -> float32 [32, 64]."""
     if INTERPRET:
         code = (words[:, :, None] >> (4 * tl.arange(0, 8)[None, None, :])) & 15
         magnitude = code & 7
         value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, _from_bits((magnitude << 22) + (126 << 23)))
-        return tl.reshape(_from_bits(_bits(value) | ((code & 8) << 28)), (16, 128))
+        return tl.reshape(_from_bits(_bits(value) | ((code & 8) << 28)), (32, 64))
     else:  # by way of float16, of which the lower byte is 0
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             """{ .reg .b32 m, s, p, q, lo, hi; .reg .b16 x, y;
@@ -1337,18 +1470,34 @@ def _decode_row_words(words):
             prmt.b32 q, p, 0, 0x1404; mov.b32 {x, y}, q; cvt.f32.f16 $4, x; cvt.f32.f16 $5, y;
             prmt.b32 q, p, 0, 0x3424; mov.b32 {x, y}, q; cvt.f32.f16 $6, x; cvt.f32.f16 $7, y; }""",
             "=f,=f,=f,=f,=f,=f,=f,=f,r", [words], (tl.float32,) * 8, True, 1)
-        x = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))  # [16, 16, 4's, 2's, 1's]
-        return _as(tl.reshape(x, (16, 128)), ROWS)
+        x = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))  # [32, 8, 4's, 2's, 1's]
+        return _as(tl.reshape(x, (32, 64)), HALF)
 
 
 @_gluon_jit
-def _decode_kept(codes):
-    if codes.dtype == tl.int32:
-        return _decode_row_words(codes)
-    elif codes.dtype == tl.uint8:
-        return _decode_e4m3(codes)
+def _decode_pair_words(words):
+    """Words of two bfloat16 [32, 32] -> float32 [32, 64]."""
+    first, second = _unpair(words)
+    return _as(tl.reshape(tl.join(first, second), (32, 64)), HALF)
+
+
+@_gluon_jit
+def _decode_e4m3_words(words):
+    """Words of four E4M3 codes [32, 16] -> float32 [32, 64]."""
+    low, high = _codes_to_halves(words)
+    a, b = _unpair_halves(low)
+    c, d = _unpair_halves(high)
+    return _as(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (32, 64)), HALF)
+
+
+@_gluon_jit
+def _decode_kept(words):
+    if words.shape[1] == 8:
+        return _decode_e2m1_words(words)
+    elif words.shape[1] == 16:
+        return _decode_e4m3_words(words)
     else:
-        return _float(codes)
+        return _decode_pair_words(words)
 
 
 # ---- arithmetic
@@ -1384,120 +1533,90 @@ def _dot_of_eights(x, y):
 
 
 @_gluon_jit
-def _gradients_of_rows(odd: tl.constexpr, rooms, sources, step: tl.constexpr, weight, gate_scale, up_scale, n: tl.constexpr,
-                       B: tl.constexpr, I: tl.constexpr):
-    """The even or the odd rows of a step: dgate, dup, a [16, 128]; dp's part [16]."""
-    da, h, pair = sources
-    THREE: tl.constexpr = BLOCKS_1 if B == 1 else BLOCKS_4
-    TWO: tl.constexpr = gl.SliceLayout(2, THREE)
-    ONE: tl.constexpr = SCALES_1 if B == 1 else SCALES_4
-    HELD: tl.constexpr = ROWS if n == 128 else WORDS
-    d = _float(_fetched(rooms[0], da, I, pair, step, 128, odd, ROWS))
-    gate = _decode_kept(_fetched(rooms[1], h, I * n // 64, pair, step, n, odd, HELD))
-    up = _decode_kept(_fetched(rooms[2], h + I * n // 128, I * n // 64, pair, step, n, odd, HELD))
-    gate_scale = _as(tl.reshape(_eighth(gate_scale, step + 4 * odd, ONE), (16, B)), TWO)
-    up_scale = _as(tl.reshape(_eighth(up_scale, step + 4 * odd, ONE), (16, B)), TWO)
-    weight = _eighth(weight, step + 4 * odd, gl.SliceLayout(1, TWO))[:, None]
-    up_p = up * _over_columns(up_scale * weight, B)
-    dgate, d_silu, a = _swiglu_gradients(d, gate * _over_columns(gate_scale, B), up_p)
-    dp = tl.sum(tl.reshape(_dot_of_eights(d_silu, up), (16, B, 16 // B)), 2)
-    dp = tl.sum(_as(dp, TWO) * up_scale, 1)
-    return dgate, d_silu * _over_columns(tl.broadcast_to(weight, (16, B)), B), a, _as(dp, gl.SliceLayout(1, ROWS))
+def _over_columns(x, B: tl.constexpr):
+    """[32, B] -> [32, 64]."""
+    return _as(tl.reshape(tl.broadcast_to(x[:, :, None], (32, B, 64 // B)), (32, 64)), HALF)
 
 
 @_gluon_jit
-def _store_row_pairs(words, data, scale, d_row, r, I: tl.constexpr):
-    """Words of rows r and r + 1 -> FP8 rows."""
-    first, second = _unpair(words)
-    scale_1, inverse_1, scale_2, inverse_2 = _fp8_scales_of_pairs(_amax_pairs(words, 1))
-    at = data + (r[:, None] * (2 * I) + _line(128, gl.SliceLayout(0, ROWS))[None, :])
-    tl.store(at, _encode_e4m3(first * inverse_1[:, None]))
-    tl.store(at + 2 * I, _encode_e4m3(second * inverse_2[:, None]))
-    tl.store(scale + r * d_row, scale_1)
-    tl.store(scale + (r + 1) * d_row, scale_2)
+def _scales_of_rows(scales, row: tl.constexpr, B: tl.constexpr):
+    """[32, B] for rows 4j + row."""
+    part = _quarter(scales, row, SCALES_1 if B == 1 else SCALES_4)
+    return _as(tl.reshape(part, (32, B)), gl.SliceLayout(2, BLOCKS_1 if B == 1 else BLOCKS_4))
 
 
 @_gluon_jit
-def _store_staged(staged, data, scale, s_row, pitch):
-    """The words of four steps -> FP8 cols, a scale for each column."""
-    w0, w1, w2, w3 = _get(staged[0], COLS), _get(staged[1], COLS), _get(staged[2], COLS), _get(staged[3], COLS)
-    top = _larger_of_pairs(_larger_of_pairs(w0, w1), _larger_of_pairs(w2, w3))
-    left, right = tl.split(tl.reshape(top, (16, 64, 2)))
-    scale_1, inverse_1, scale_2, inverse_2 = _fp8_scales_of_pairs(_amax_pairs(_amax_within(left, right), 0))
-    scales = _as(tl.reshape(tl.join(scale_1, scale_2), (128,)), gl.SliceLayout(0, COLS))
-    inverse = _as(tl.reshape(tl.join(inverse_1, inverse_2), (128,)), gl.SliceLayout(0, COLS))[None, :]
-    a0, b0 = _unpair(w0)
-    a1, b1 = _unpair(w1)
-    a2, b2 = _unpair(w2)
-    a3, b3 = _unpair(w3)
-    x = tl.join(_encode_columns(a0 * inverse, b0 * inverse, a1 * inverse, b1 * inverse),
-                _encode_columns(a2 * inverse, b2 * inverse, a3 * inverse, b3 * inverse))  # [j, column, first or last four rows]
-    x = _as(tl.reshape(tl.permute(x, (1, 0, 2)), (128, 32)), OUT)
-    k, m = _line(128, gl.SliceLayout(1, OUT)), _line(32, gl.SliceLayout(0, OUT))
-    tl.store(data + k.to(tl.int64)[:, None] * pitch + m[None, :], x)
-    tl.store(scale + _line(128, gl.SliceLayout(0, COLS)) * s_row, scales)
+def _gradients(row: tl.constexpr, half: tl.constexpr, rooms, sources, factors, n: tl.constexpr, B: tl.constexpr, I: tl.constexpr):
+    """Rows 4j + row, half of the columns: dgate, dup, a [32, 64]; dp's parts [32, B], yet to be scaled."""
+    da, h, num_real = sources
+    weight, gate_scale, up_scale = factors
+    pitch: tl.constexpr = I * n // 64
+    d = _decode_pair_words(_fetched(rooms[0], da, I // 2, num_real, row, half, 64))
+    gate = _decode_kept(_fetched(rooms[1], h, pitch, num_real, row, half, n))
+    up = _decode_kept(_fetched(rooms[2], h + pitch // 2, pitch, num_real, row, half, n))
+    gate_scale, up_scale = _scales_of_rows(gate_scale, row, B), _scales_of_rows(up_scale, row, B)
+    weight = _quarter(weight, row, gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS_1 if B == 1 else BLOCKS_4)))[:, None]
+    dgate, d_silu, a = _swiglu_gradients(d, gate * _over_columns(gate_scale, B), up * _over_columns(up_scale * weight, B))
+    dp = tl.sum(tl.reshape(_dot_of_eights(d_silu, up), (32, B, 8 // B)), 2)
+    return dgate, d_silu * _over_columns(tl.broadcast_to(weight, (32, B)), B), a, dp
 
 
 @_gluon_jit
-def _nth_tile(t, tiles_m, tiles_k: tl.constexpr):
-    """Bands of eight tiles of rows, rows fastest, so that neighbours share pages of memory in rows and in columns."""
-    x, first = t % (8 * tiles_k), t // (8 * tiles_k) * 8
-    if first + 8 <= tiles_m:
-        m, k = first + x % 8, x // 8
-    else:
-        m, k = first + x // tiles_k, x % tiles_k
-    return tl.minimum(m, tiles_m), k
+def _dp(halves, factors, row: tl.constexpr, B: tl.constexpr):
+    """dp's parts of both halves -> [32]."""
+    parts = _as(halves[0] + halves[1], gl.SliceLayout(2, BLOCKS_1 if B == 1 else BLOCKS_4))
+    return _as(tl.sum(parts * _scales_of_rows(factors[2], row, B), 1), gl.SliceLayout(1, ROWS))
+
+
+@_gluon_jit
+def _whole(first, last):
+    """[32, 64] of first eights and of last eights -> [32, 128]."""
+    x = tl.join(tl.reshape(first, (32, 8, 8)), tl.reshape(last, (32, 8, 8)))
+    return _as(tl.reshape(tl.permute(x, (0, 1, 3, 2)), (32, 128)), ROWS)
+
+
+@_gluon_jit
+def _gradients_of_step(step: tl.constexpr, rooms, sources, factors, n: tl.constexpr, B: tl.constexpr, I: tl.constexpr):
+    """Words of dgate, dup and a [32, 128], dp's parts of even and of odd rows, a half of the columns each: registers are few."""
+    dgate, dup, a, even, odd = (), (), (), (), ()
+    for half in tl.static_range(2):
+        dgate_1, dup_1, a_1, dp_1 = _gradients(2 * step, half, rooms, sources, factors, n, B, I)
+        dgate_2, dup_2, a_2, dp_2 = _gradients(2 * step + 1, half, rooms, sources, factors, n, B, I)
+        dgate, dup, a = dgate + (_pair(dgate_1, dgate_2),), dup + (_pair(dup_1, dup_2),), a + (_pair(a_1, a_2),)
+        even, odd = even + (dp_1,), odd + (dp_2,)
+    return _whole(*dgate), _whole(*dup), _whole(*a), even, odd
 
 
 @_gluon_jit(do_not_specialize=["M"])
-def _swiglu_backward(da, p, pair, shift, end, h, h_scale, h_row, h_col, dh8, dh_scale, d_row, d_col, dh_t, dh_t_scale, dt_row,
+def _swiglu_backward(da, p, pair, shift, end, h, h_scale, h_row, h_col, dh8, dh_scale, d_col, dh_t, dh_t_scale, dt_row,
                      dt_col, a_t, a_t_scale, at_row, at_col, dp, M, I: tl.constexpr, n: tl.constexpr, B: tl.constexpr):
-    """da [M, I], h, p -> dh as FP8 rows [M, 2I] and cols [2I, M], a as FP8 cols [I, M]; dp [M, I/128], a part a tile. A tile's
-    row has n elements of gate and n of up (128, or 16 words), and B scales of each. Programs go from tile to tile."""
+    """da [M, I] in pairs, h in words, p -> dh as FP8 rows [M, 2I] and cols [2I, M], a as FP8 cols [I, M]; dp [M, I/128], a part
+    a tile, laid out as dh_scale. A tile's row has n words of gate and n of up, and B scales of each."""
     tiles_k: tl.constexpr = I // 128
-    tiles_m = M // 128
-    if end is not None:
-        tiles_m = tl.minimum(tl.load(end) // 128, tiles_m)
-    total = tiles_m * tiles_k
-    pitch = M // 128 * 32  # of columns, in words
-    j = _line(16, gl.SliceLayout(1, ROWS)) * 8
-    tile_m, tile_k = _nth_tile(tl.program_id(0), tiles_m, tiles_k)
-    more, rooms_0 = tl.program_id(0) < total, _rooms(da, h, n)
-    _fetch_step(rooms_0, _sources(da, h, pair, shift, tile_m, tile_k, more, n, I), 0, more, n, I)
-    weight, gate_scale, up_scale = _of_rows(p, pair, shift, h_scale, h_row, h_col, tile_m, tile_k, more, B, I)
-    for t in range(tl.program_id(0), total, tl.num_programs(0)):
-        tile_m, tile_k = _nth_tile(t, tiles_m, tiles_k)
-        row0, col0 = _origin(tile_m, 128), tile_k * 128
-        sources = _sources(da, h, pair, shift, tile_m, tile_k, True, n, I)
-        rooms_1, rooms_2, rooms_3 = _rooms(da, h, n), _rooms(da, h, n), _rooms(da, h, n)
-        _fetch_step(rooms_1, sources, 1, True, n, I)
-        _fetch_step(rooms_2, sources, 2, True, n, I)
-        _fetch_step(rooms_3, sources, 3, True, n, I)
-        rooms = (rooms_0, rooms_1, rooms_2, rooms_3)
-        w, gs, us = _put(weight, FLAT), _put(gate_scale, FLAT), _put(up_scale, FLAT)
-        rows8, rows_scale = dh8 + row0 * (2 * I) + col0, dh_scale + row0 * d_row + tile_k * d_col
-        dp_tile = dp + tile_k * M.to(tl.int64) + row0
+    tile_m, tile_k = _banded(tl.program_id(0), M // 128, tiles_k)
+    row0, col0, pitch = _origin(tile_m, 128), tile_k * 128, M // 128 * 32  # of columns, in words
+    moved, last = _ask(pair, shift, tile_m)  # before `end` is there
+    if not _past_end(end, row0):
+        sources = _sources(da, h, moved, tile_m, tile_k, _num_real(pair, tile_m, last), n, I)
+        rooms = _rooms(n), _rooms(n)
+        _fetch_step(rooms[0], sources, 0, n, I)
+        _fetch_step(rooms[1], sources, 1, n, I)
+        factors = _of_rows(p, h_scale, h_row, h_col, moved, tile_m, tile_k, _pairs_of_rows(pair, tile_m, B), B, I)
+        factors = _set_aside(factors[0]), _set_aside(factors[1]), _set_aside(factors[2])
+        rows8, of_tile = dh8 + row0 * (2 * I) + col0, row0 + tile_k.to(tl.int64) * d_col
         gates, ups, values = (), (), ()
-        for step in tl.static_range(STEPS):
-            _wait(STEPS - 1 - step)
-            dgate_1, dup_1, a_1, dp_1 = _gradients_of_rows(0, rooms[step], sources, step, w, gs, us, n, B, I)
-            dgate_2, dup_2, a_2, dp_2 = _gradients_of_rows(1, rooms[step], sources, step, w, gs, us, n, B, I)
-            dgate, dup, a = _pair(dgate_1, dgate_2), _pair(dup_1, dup_2), _pair(a_1, a_2)
-            gates, ups, values = gates + (_put(dgate, STAGE),), ups + (_put(dup, STAGE),), values + (_put(a, STAGE),)
-            r = j + 2 * step
-            tl.store(dp_tile + r, dp_1)
-            tl.store(dp_tile + r + 1, dp_2)
-            _store_row_pairs(dgate, rows8, rows_scale, d_row, r, I)
-            _store_row_pairs(dup, rows8 + I, rows_scale + tiles_k * d_col, d_row, r, I)
-        # the next tile's first step and scales travel while this one's columns are written
-        next_m, next_k = _nth_tile(t + tl.num_programs(0), tiles_m, tiles_k)
-        more = t + tl.num_programs(0) < total
-        _fetch_step(rooms_0, _sources(da, h, pair, shift, next_m, next_k, more, n, I), 0, more, n, I)
-        weight, gate_scale, up_scale = _of_rows(p, pair, shift, h_scale, h_row, h_col, next_m, next_k, more, B, I)
+        for step in tl.static_range(2):
+            _wait(1 - step)
+            dgate, dup, a, even, odd = _gradients_of_step(step, rooms[step], sources, factors, n, B, I)
+            gates, ups, values = gates + (_put(dgate),), ups + (_put(dup),), values + (_put(a),)
+            _store_of_rows(dp + of_tile, _dp(even, factors, 2 * step, B), _dp(odd, factors, 2 * step + 1, B), step, None)
+            _store_row_pairs(dgate, rows8, dh_scale + of_tile, step, 2 * I, None, None)
+            _store_row_pairs(dup, rows8 + I, dh_scale + of_tile + tiles_k * d_col, step, 2 * I, None, None)
         at, up_at = col0 * pitch.to(tl.int64) + tile_m * 32, I * pitch.to(tl.int64)
-        _store_staged(gates, dh_t + at, dh_t_scale + col0 * dt_row + tile_m * dt_col, dt_row, pitch)
-        _store_staged(ups, dh_t + at + up_at, dh_t_scale + (col0 + I) * dt_row + tile_m * dt_col, dt_row, pitch)
-        _store_staged(values, a_t + at, a_t_scale + col0 * at_row + tile_m * at_col, at_row, pitch)
+        scale_at, a_scale_at = col0 * dt_row + tile_m * dt_col, col0 * at_row + tile_m * at_col
+        _store_staged(gates, dh_t + at, dh_t_scale + scale_at, dt_row, pitch, None, None, False)
+        _store_staged(ups, dh_t + at + up_at, dh_t_scale + scale_at + I * dt_row, dt_row, pitch, None, None, False)
+        _store_staged(values, a_t + at, a_t_scale + a_scale_at, at_row, pitch, None, None, False)
 
 
 # ---- the same row by row for the BF16 recipe, which needs no columns
@@ -2400,11 +2519,14 @@ def quantize_fp8_rows_and_cols(x, block=False):
     """x [M, K] -> the two tensors of quantize_fp8_rows(x), and those of quantize_fp8_rows(x.t()), from one read.
 
     block: columns have one scale a 128x128 tile, [K/128, M/128], as those of quantize_fp8_blocks(x), transposed."""
-    (M, K), x = x.shape, x.contiguous()
-    fp8, (data_t, scale_t) = _new_fp8_rows(x, M, K), _new_fp8_cols(x, K, M)
-    scale_t = scale_t if block else _new_scale(x, K, _cdiv(M, 128))
-    _launch(_quantize_rows_and_cols, _cdiv(M, 128) * _cdiv(K, 128), x, *_fp8_out(fp8), _words(data_t), scale_t,
-            *scale_t.stride(), M, K, _cdiv(M, 4), block)
+    M, K = x.shape
+    if x.dtype != torch.bfloat16 or K % 2:  # two reads
+        data, scale = quantize_fp8_blocks(x) if block else quantize_fp8_rows(x.mT)
+        return *quantize_fp8_rows(x), *((_bytes(data).mT.contiguous().view(data.dtype), scale.mT) if block else (data, scale))
+    fp8, data_t = _new_fp8_rows(x, M, K), x.new_empty((K, _cdiv(M, 16) * 16), dtype=torch.float8_e4m3fn)
+    scale_t = _new_scale(x, _cdiv(K, 128) if block else K, _cdiv(M, 128))
+    _launch(_quantize_rows_and_cols, _cdiv(M, 128) * _cdiv(K, 128), _words(x), *_fp8_out(fp8)[:2], fp8[1].stride(1),
+            _words(data_t), scale_t, *scale_t.stride(), M, K, _cdiv(M, 16), block, num_warps=8)
     return *fp8, data_t[:, :M], scale_t
 
 
@@ -2587,17 +2709,15 @@ def swiglu_backward(da, p, pair, shift, end, h, h_scale):
     [M, 2I] and cols [2I, M], a as FP8 cols [I, M] (both with a scale for each column of 128 rows), all rounded to bfloat16 first;
     dp [M, I/128] float32, of which the sum over a row is the gate weight's gradient."""
     M, I = da.shape
-    fp4 = h.dtype == torch.uint8
+    n = {torch.uint8: 16, torch.float8_e4m3fn: 32, torch.bfloat16: 64}[h.dtype]  # words of 128 columns
     dh, dp = _new_fp8_rows(da, M, 2 * I), _new_scale(da, M, I // 128)
     cols = lambda K: (da.new_empty((K, M), dtype=torch.float8_e4m3fn), _new_scale(da, K, M // 128))
     dh_t, a_t = cols(2 * I), cols(I)
-    source = _words(h) if fp4 else h.contiguous() if h_scale is None else _bytes(h)
     strides = (0, 0) if h_scale is None else h_scale.stride()
-    # two programs a multiprocessor: half of its registers and, but for bfloat16 h, of its shared memory each
-    programs = min(M // 128 * (I // 128), 2 * _multiprocessors(da))
-    _launch(_swiglu_backward, programs, da, p, pair, None if h_scale is None else shift, end, source, h_scale, *strides,
-            *_fp8_out(dh), _words(dh_t[0]), *_fp8_out(dh_t)[1:], _words(a_t[0]), *_fp8_out(a_t)[1:], dp, M, I,
-            16 if fp4 else 128, 4 if fp4 else 1, num_warps=8, **({} if INTERPRET.value else {"maxnreg": 128}))
+    # two programs a multiprocessor: half of its registers and of its shared memory each
+    _launch(_swiglu_backward, M // 128 * (I // 128), _words(da), p, pair, None if h_scale is None else shift, end, _words(h),
+            h_scale, *strides, *_fp8_out(dh)[:2], dh[1].stride(1), _words(dh_t[0]), *_fp8_out(dh_t)[1:], _words(a_t[0]),
+            *_fp8_out(a_t)[1:], dp, M, I, n, 4 if n == 16 else 1, num_warps=8, **({} if INTERPRET.value else {"maxnreg": 128}))
     return *dh, *dh_t, *a_t, dp
 
 
