@@ -960,7 +960,12 @@ def results_file(out, name, columns, on_cpu=False):
     with part.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        yield where, writer.writerow
+
+        def write(row):
+            writer.writerow(row)
+            file.flush()
+
+        yield where, write
     part.replace(out)
     print(f"wrote {out}")
 
