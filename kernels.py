@@ -2465,8 +2465,10 @@ def _fp8_out(fp8):
 
 def _fp4_in(data, scale):
     """MXFP4 rows as arguments: words, 16 bytes between rows; bytes, those between rows. Rows may lie apart, as in messages."""
-    if not data.numel() or data.stride(1) != 1 or data.stride(0) % 16 or data.storage_offset() % 16:
-        data = _words(data).view(torch.uint8).view(data.shape)
+    if not data.numel():
+        return _words(data), 0, scale, 0
+    if data.stride(1) != 1 or data.stride(0) % 16 or data.storage_offset() % 16:
+        data = _words(data).view(torch.uint8)
     scale = scale if scale.stride(1) == 1 else scale.contiguous()
     return data.view(torch.int32), data.stride(0) // 16, scale, scale.stride(0)
 

@@ -1154,7 +1154,8 @@ def test_router_on_gpu(gate, group_score):
     ids, *got = run(router, x)
     assert (run(wide, x.double())[0] != ids).sum() < 10 and torch.equal(router.load, torch.bincount(ids.flatten(), minlength=160))
     wide.select = lambda scores: ids.long()
-    for a, b, bound in zip(got, run(wide, x.double())[1:], (1e-6, 1e-6, 2.0**-8, 2e-6)):
+    # tensor cores cut sums off 2^-24 below the largest, once in 16 products: of 2048 in a logit, 4096 in dw
+    for a, b, bound in zip(got, run(wide, x.double())[1:], (128 * 2.0**-24, 128 * 2.0**-24, 2.0**-8, 256 * 2.0**-24)):
         assert (a - b).norm() <= bound * b.norm()
     router.eval()
     again = router(quant.Activation(x, RECIPES["bf16"]), 1)

@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for the server of forks below; a fork after threads have run may hang
 
@@ -880,6 +881,14 @@ def test_loss_of_a_model_trained_here_is_the_same_there(micro, tmp_path, layout)
     there, before = sum(losses).item() / len(losses), rows(config.out_dir)[0]["loss"]
     print(f"{layout}: loss {before:.4f}, after 20 steps val loss {last['val_loss']:.6f} here, {there:.6f} there")
     assert last["val_loss"] < before - 0.5 and abs(there - last["val_loss"]) < 1e-4
+
+
+def test_nothing_is_saved_where_that_is_asked_for(micro, monkeypatch, capsys):
+    """Nor is there room asked for."""
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    done = train.main(micro(steps=2, save_every=-1))
+    assert done["finished"] and not train.complete_checkpoints(Path(micro().out_dir, "ckpt"))
+    assert "weights not saved" in capsys.readouterr().out
 
 
 def test_export_writes_what_was_asked_for(micro, tmp_path, capsys):

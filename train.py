@@ -114,7 +114,7 @@ class Config:
     max_bad_steps: int = 10  # so many skipped steps in a row end the run
     eval_every: int = 100  # steps between evaluations; 0: only after the last step
     eval_steps: int = 10  # validation batches (batch_size sequences each), over all ranks
-    save_every: int = 100  # steps between checkpoints; 0: only after the last step
+    save_every: int = 100  # steps between checkpoints; 0: only after the last step; -1: never, to measure speed
     diagnose: bool = False  # at each evaluation, what quantisation does to each tensor, into out_dir/diagnose.jsonl
     memory_snapshot: bool = False  # of an early step, out_dir/memory.pickle to be looked at on pytorch.org/memory_viz
     log_every: int = 1  # steps between rows of log.jsonl; evaluations and skipped steps always have one
@@ -132,7 +132,7 @@ MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHOICES = {"dtype": ("", "bf16", "fp32"), "schedule": ("cosine", "wsd"), "preset": ("", *PRESETS), "precision": RECIPES,
            "moments": MOMENTS}
 AT_LEAST = {"seq_len": 1, "batch_size": 1, "grad_accum": 1, "ep": 1, "fsdp": 1, "steps": 1, "lr": 0, "warmup": 0,
-            "weight_decay": 0, "grad_clip": 0, "max_bad_steps": 1, "eval_every": 0, "eval_steps": 1, "save_every": 0,
+            "weight_decay": 0, "grad_clip": 0, "max_bad_steps": 1, "eval_every": 0, "eval_steps": 1, "save_every": -1,
             "log_every": 1}
 # what a run that goes on from a checkpoint may change in its model: nothing that shapes a tensor or decides a route
 MAY_CHANGE = {"balance_rate", "balance_alpha", "mtp_weight", "max_seq_len", "rope_base", "yarn_factor", "yarn_origin",
@@ -395,7 +395,7 @@ def hf_folder(name):
     return os.path.abspath(os.path.expanduser(str(name)[3:])) if str(name).startswith("hf:") else ""
 
 
-def hold(out_dir, model_config, moments):
+def hold(out_dir, model_config, moments, saves=True):
     """Makes out_dir and keeps it for this run: the open file returned holds a lock, freed however the run ends.
 
     OSError: nothing can be written there. ValueError: not one checkpoint fits, or another run is writing there.
@@ -416,9 +416,9 @@ def hold(out_dir, model_config, moments):
         shutil.rmtree(left_by_a_kill, ignore_errors=True)
     each = 4 + 2 * MOMENTS[moments].itemsize  # bytes: float32 weights and two moments
     needed, free = each * model.parameter_count(model_config)["total"], shutil.disk_usage(ckpt).free
-    if free < needed:
-        raise ValueError(f"{ckpt} has {free / 1e9:.3f} GB free, a checkpoint takes {needed / 1e9:.3f} GB: make room, or"
-                         f" choose another --out_dir.")
+    if saves and free < needed:
+        raise ValueError(f"{ckpt} has {free / 1e9:.3f} GB free, a checkpoint takes {needed / 1e9:.3f} GB: make room,"
+                         f" choose another --out_dir, or pass --save_every=-1 to save nothing.")
     return lock
 
 
@@ -1237,7 +1237,8 @@ def train(run, config):
             stopped, busy = total(torch.tensor([len(signals), saver.busy()])).tolist()
             if not busy:
                 saver.finish()
-            if last or stopped or "save" in due and not counts["bad_in_a_row"]:  # in a bad streak older ones are better
+            saves = last or stopped or "save" in due and not counts["bad_in_a_row"]  # in a bad streak old ones are better
+            if saves and config.save_every >= 0:
                 notes = counts | {"data": data.merge_states(of_ranks(run.batches.state_dict()))} | run.origin
                 saver.begin(training_state(run.net, run.optimizer, run.layout), notes)
     finished, saved = counts["step"] == config.steps, (complete_checkpoints(ckpt) or [None])[-1]
@@ -1248,9 +1249,10 @@ def train(run, config):
                                    f" {counts['skipped']} of them skipped. Try a lower --lr or a longer --warmup."))
     if finished:
         say(f"val loss {row['val_loss']:.4f} after {config.steps} steps, {counts['skipped']} of them skipped;"
-            f" weights in {saved}, curves in {log}")
+            f" weights {f'in {saved}' if saved else 'not saved'}, curves in {log}")
     else:
-        say(f"stopped by a signal after step {counts['step']}, saved in {saved}; --resume=auto goes on")
+        where = f"saved in {saved}; --resume=auto goes on" if saved else "not saved"
+        say(f"stopped by a signal after step {counts['step']}, {where}")
     return row | counts | {"finished": finished, "checkpoint": str(saved)}
 
 
@@ -1269,7 +1271,8 @@ def main(config):
     """
     with joined_ranks(config):
         *checked, model_config, resume = together(check, config)
-        with together(hold, config.out_dir, model_config, config.moments, here=rank() == 0) or contextlib.nullcontext():
+        holding = together(hold, config.out_dir, model_config, config.moments, config.save_every >= 0, here=rank() == 0)
+        with holding or contextlib.nullcontext():
             with explained_memory(config):
                 run = start(config, *checked, model_config, resume)
             return train(run, config)
