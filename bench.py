@@ -2198,11 +2198,11 @@ def step_ms(s, card, ranks=1, wire_gb_s=0):
         ms[what] += 1e3 * seconds(op, card)
     launches = LAUNCHES * len(s.layers)
     ms["small launches"] = 1e-3 * max(launches - len(work["layers"]), 0) * shortest_us()
-    reads = s.layers.count(False) * shortest_dispatch_ms() if s.ep > 1 else 0  # of counts, one a layer; the GPU runs dry
-    ms["waiting for the host"] = max(1e-3 * launches * host_cost() - sum(ms.values()), reads)
+    ms["waiting for the host"] = max(1e-3 * launches * host_cost() - sum(ms.values()), 0)
     computing = sum(ms.values())
     speed = lambda n: 1e6 * (wire_gb_s or (card.nvlink * wire_rate() if n <= 8 else BETWEEN_HOSTS))  # bytes a ms
-    ms["wire, not hidden"] = bare_wire(s, card, speed(s.ep))
+    reads = s.layers.count(False) * shortest_dispatch_ms() if s.ep > 1 else 0  # of counts, one a layer; the GPU runs dry
+    ms["wire, not hidden"] = bare_wire(s, card, speed(s.ep)) + reads
     counts, cut = model.parameters_here(s), max(s.fsdp // s.ep, 1)
     experts, dense = sum(counts["experts"]), sum(sum(n) for name, n in counts.items() if name != "experts")
     gathered = 12 * (dense * (s.fsdp > 1) + experts * (cut > 1)) / speed(s.fsdp)  # weights twice, gradients once, in float32
