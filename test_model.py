@@ -185,8 +185,8 @@ def test_tokens_received_by_simulation(preset, ranks):
 @pytest.mark.parametrize("column, name", list(enumerate(RECIPES)))
 def test_kept_bytes_of_v3_by_hand(column, name):
     """32 ranks of 8 experts, 4 a group: a rank gets a token if its group is one of 4 in 8, and one of 8 choices among
-    the 128 open experts is its own. FP8: 4 bytes more for each 128; FP4: half a byte, and one more for each 32. Received
-    is the message: with 8 ids and weights of 4, and FP8's 56 scales as bytes, filled up to 64, too."""
+    the 128 open experts is its own. FP8: 4 bytes more for each 128; FP4: half a byte, and one more for each 32.
+    Received is the message: with 8 ids and weights of 4, and FP8's 56 scales as bytes, filled up to 64, too."""
     received = 32 * 0.5 * (1 - math.comb(120, 8) / math.comb(128, 8))
     stream = (14336, 7168 + 4 * 56, 3584 + 224)[column]
     message = stream + 2 * 8 * 4 + (0, 64, 0)[column]
