@@ -9,7 +9,7 @@
     python bench.py layer --shapes=v3,v2,v2-lite                                needs a Hopper GPU
     python bench.py train --shapes=v3 --recompute='none;attn,norm,moe'          needs a Hopper GPU
     python bench.py profile --shapes=v3                                         needs a Hopper GPU
-    python bench.py all --part=1/3                                              the four above again, against results/
+    python bench.py all --part=1/3                                              all above but profile, against results/
     torchrun --nproc_per_node=2 bench.py comm                                   needs a GPU a process
     python bench.py runs out/a out/b --out=runs.csv                             speed and memory of runs of train.py
     python bench.py kept results/h200/train.csv                                 kept bytes by tensor
