@@ -9,7 +9,7 @@
     python bench.py layer --shapes=v3,v2,v2-lite                                needs a Hopper GPU
     python bench.py train --shapes=v3 --recompute='none;attn,norm,moe'          needs a Hopper GPU
     python bench.py profile --shapes=v3                                         needs a Hopper GPU
-    python bench.py all --part=1/3                                              all above but profile, against results/
+    python bench.py all --part=1/3                                              kernels, gemm, layer and train again
     torchrun --nproc_per_node=2 bench.py comm                                   needs a GPU a process
     python bench.py runs out/a out/b --out=runs.csv                             speed and memory of runs of train.py
     python bench.py kept results/h200/train.csv                                 kept bytes by tensor
@@ -2402,8 +2402,8 @@ def main(words):
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tables = {kernels: SHAPES, gemm: GEMM_SHAPES, layer: LAYER_SHAPES, train: SLICES, profile: SLICES, comm: COMM_SHAPES}
     for work in (loss, error, plot, kernels, gemm, layer, train, profile, all_, comm, runs, kept, plan):
-        command = commands.add_parser(work.__name__.rstrip("_"), help=work.__doc__.partition("\n")[0], description=work.__doc__,
-                                      allow_abbrev=False)
+        command = commands.add_parser(work.__name__.rstrip("_"), help=work.__doc__.partition("\n")[0].replace("%", "%%"),
+                                      description=work.__doc__, allow_abbrev=False)
         command.set_defaults(work=work)
         if work is loss:
             command.add_argument("--precisions", default="bf16,fp8,mxfp4", help="comma list, paper too [bf16,fp8,mxfp4]")

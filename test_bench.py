@@ -274,3 +274,9 @@ def test_profile_adds_up():
     us = {kind: round(1e3 * row["ms"]) for kind, row in rows.items()}
     assert us == {"GEMM": 20, "attention": 4, "optimizer": 4, "data movement": 8, "PyTorch's own": 1, "idle": 3}
     assert rows["GEMM"]["launches"] == 2 and rows["idle"]["percent"] == 7.5
+
+
+def test_help_of_all_commands(capsys):
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["--help"])
+    assert ended.value.code == 0 and "more than 5 %" in " ".join(capsys.readouterr().out.split())
