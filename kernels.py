@@ -644,13 +644,6 @@ def _store_cols(data, words, tile_m, tile_k, C: tl.constexpr, pitch, K):
     _store(data, tl.trans(words), _origin(tile_k, C), tl.arange(0, C), _origin(tile_m, 32), tl.arange(0, 32), pitch, 1, K, pitch)
 
 
-@triton.jit
-def _store_scale_of_cols(scale, scales, tile_m, tile_k, n: tl.constexpr, s_row, s_col, width):
-    """scales [1, n], for n tiles or columns from tile_k * n on -> column tile_m of [width, M/128]."""
-    _store(scale, tl.trans(scales), _origin(tile_k, n), tl.arange(0, n), _origin(tile_m, 1), tl.arange(0, 1), s_row, s_col,
-           width, tile_m + 1)
-
-
 # -----------------------------------------------------------------------------
 # bfloat16, float16, float32 -> FP8 and MXFP4
 

@@ -1754,7 +1754,7 @@ class Work:
         self.add()
 
     def layer_backward(self, dense: bool):
-        c, s, T = self.c, self.s, self.s.tokens
+        c, T = self.c, self.s.tokens
         if dense:
             self.mlp_backward("dense", c.dense_width)
         else:
