@@ -2397,11 +2397,39 @@ def _cdiv(a, b):
     return -(-a // b)
 
 
-def _launch(kernel, programs, *args, num_warps=4, **constants):
-    """So many programs, none for an empty tensor. No fused multiply-add but where it is written."""
-    if programs:
-        with torch.cuda.device_of(args[0]):
-            kernel[(programs,)](*args, **constants, num_warps=num_warps, enable_fp_fusion=False)
+def _launch(kernel, programs, *args, num_warps=4, **options):
+    """So many programs, none for an empty tensor. No fused multiply-add but where it is written.
+
+    A launch whose arguments are of known kinds goes straight to what was compiled for the first such: Triton would take twice
+    as long to find it."""
+    if not programs:
+        return
+    with torch.cuda.device_of(args[0]):
+        kinds = kernel, args[0].device.index, num_warps, *_kinds(kernel, args)
+        compiled = _COMPILED.get(kinds)
+        if compiled is None:  # always so in the interpreter, which compiles nothing
+            _COMPILED[kinds] = kernel[(programs,)](*args, **options, num_warps=num_warps, enable_fp_fusion=False)
+        else:
+            compiled[programs, 1, 1](*args)
+
+
+_COMPILED = {}
+
+
+def _kinds(kernel, args):
+    """All that Triton compiles for: constants, types, and which addresses and numbers 16 divides, or are 1."""
+    return [
+        arg if constant
+        else (arg.dtype, arg.data_ptr() & 15) if isinstance(arg, torch.Tensor)
+        else (arg >> 31, arg & 15 == 0, arg == 1) if type(arg) is int
+        else (arg.base.dtype, *arg.block_shape) if type(arg) is TensorDescriptor
+        else type(arg) for arg, constant in zip(args, _constants(kernel))]
+
+
+@functools.cache
+def _constants(kernel):
+    """For each parameter, whether it is a constant; nothing in the interpreter."""
+    return [parameter.is_constexpr for parameter in getattr(kernel, "params", ())]
 
 
 def _multiprocessors(x):
@@ -2875,17 +2903,24 @@ def _launch_gemm(a, a_scale, b, b_scale, experts, out, rows, N, K, group=16, wgr
     a_scale, b_scale = _along_rows(a_scale), _along_rows(b_scale) if wgrad else b_scale.contiguous()
     if any(x.data_ptr() % 16 or not x.is_contiguous() for x in (a, b, out)):
         _refuse("FP8 GEMM", "operands are contiguous, at multiples of 16 bytes", a, b, out)
-    operand = lambda x: TensorDescriptor.from_tensor(x, [128, 128], _layout((128, 128), gl.float8e4nv))
-    tile = (1, 128, 64) if transpose else (1, 64, 128)
-    kind = gl.float32 if out.dtype == torch.float32 else gl.bfloat16
-    c = TensorDescriptor.from_tensor(out, list(tile), _layout(tile, kind))
+    c = _descriptor(out, (1, 128, 64) if transpose else (1, 64, 128))
     _launch(_gemm, _multiprocessors(a), a_scale, a_scale.stride(1), b_scale, b_scale.stride(1) if wgrad else 1, experts,
-            operand(a), operand(b), c, rows, N, K, len(out), group, wgrad, transpose, add, num_warps=4, maxnreg=168)
+            _descriptor(a, (128, 128)), _descriptor(b, (128, 128)), c, rows, N, K, len(out), group, wgrad, transpose, add, num_warps=4, maxnreg=168)
 
 
-@functools.cache  # to work it out takes 20 us of the host's time
-def _layout(tile, dtype):
-    return gl.NVMMASharedLayout.get_default_for(list(tile), dtype)
+def _descriptor(x, tile):
+    """A TMA descriptor of x, contiguous and at a multiple of 16 bytes: that of an empty tensor with x in its place, since to
+    check it and to work its layout out takes 30 us of the host's time."""
+    descriptor = object.__new__(TensorDescriptor)
+    vars(descriptor).update(_empty_descriptor(x.dtype, tile), base=x, shape=list(x.shape), strides=list(x.stride()))
+    return descriptor
+
+
+@functools.cache
+def _empty_descriptor(dtype, tile):
+    kinds = {torch.float8_e4m3fn: gl.float8e4nv, torch.float32: gl.float32, torch.bfloat16: gl.bfloat16}
+    layout = gl.NVMMASharedLayout.get_default_for(list(tile), kinds[dtype])
+    return vars(TensorDescriptor.from_tensor(torch.empty(tile, dtype=dtype), list(tile), layout))
 
 
 def _along_rows(scale):
