@@ -403,7 +403,7 @@ def mx_rule(rule):
         if recipe.save_h != "fp4" or not quant._fuses(h_M.shape[1] // 2, h_M, recipe):
             return forward(h_M, weights_TK, groups, recipe)
         a, _ = forward(h_M, weights_TK, groups, dataclasses.replace(recipe, save_h="bf16"))
-        h_P = h_M[groups.row_P]
+        h_P = groups.take(h_M)
         return a, rows(F.pad(h_P, (0, 0, 0, groups.num_pairs - len(h_P))))
 
     with contextlib.ExitStack() as stack:

@@ -915,10 +915,16 @@ class Groups(NamedTuple):
         """What fan-out kernels gather by: pairs, the first row behind the last expert's, pairs a token."""
         return self.pair_M, self.offsets[-1:], self.row_TK.shape[1]
 
-    @property
-    def row_P(self) -> Tensor:
-        """[P] row of each real pair."""
-        return (self.pair_M >= 0).nonzero().squeeze(1)
+    def take(self, h_M: Tensor) -> Tensor:
+        """[P, ..] rows of real pairs."""
+        return h_M if self.dense else h_M[(self.pair_M >= 0).nonzero().squeeze(1)]
+
+    def put(self, h_P: Tensor) -> Tensor:
+        """The inverse of `take`, zeros elsewhere."""
+        if self.dense:
+            return h_P
+        row_P = (self.pair_M >= 0).nonzero().squeeze(1)
+        return h_P.new_zeros(len(self.pair_M), h_P.shape[1]).index_copy_(0, row_P, h_P)
 
 
 def group_rows(ids_TK: Tensor, num_experts: int, num_pairs: int | None = None) -> Groups:
@@ -958,15 +964,15 @@ def _groups(ids_TK: Tensor, w13: Tensor, num_pairs: int | None) -> Groups:
 
 
 def _gather(q: Tensor | Fp8 | Fp4, index_M: Tensor):
-    """Rows of q by index; zeros where it is negative, which in a quantised format means the smallest scale, too."""
+    """Rows of q by index; zeros where it is -1, which in a quantised format means the smallest scale, too."""
     if isinstance(q, Fp8):
-        scale = q.scale[index_M.clamp(min=0)].masked_fill((index_M < 0)[:, None], 2.0 ** -126)
+        scale = q.scale[index_M].masked_fill((index_M < 0)[:, None], 2.0 ** -126)
         return Fp8(_gather(q.data.view(torch.uint8), index_M).view(q.data.dtype), scale)
     if isinstance(q, Fp4):
         return Fp4(_gather(q.data, index_M), _gather(q.scale, index_M))
     if not len(q):
         return q.new_zeros(len(index_M), *q.shape[1:])
-    return q[index_M.clamp(min=0)].masked_fill((index_M < 0).view(-1, *[1] * (q.dim() - 1)), 0)
+    return q[index_M].masked_fill((index_M < 0).view(-1, *[1] * (q.dim() - 1)), 0)
 
 
 def _fan_out_rows(read: Tensor | Fp8 | Fp4, groups: Groups, compute: str) -> Tensor | Fp8:
@@ -1058,33 +1064,30 @@ def _swiglu_forward(h_M: Tensor, weights_TK: Tensor, groups: Groups, recipe: Rec
         return Fp8(data, scale), {"bf16": lambda *_: h_M, "fp8": Fp8, "fp4": Fp4}[recipe.save_h](*kept)
     a = swiglu(*_wide(h_M).chunk(2, -1), _gate(weights_TK, groups))
     a_read = quantize_fp8_rows(a) if recipe.compute == "fp8" else a.to(h_M.dtype)
-    return a_read, narrow(h_M[groups.row_P], recipe.save_h)
+    return a_read, narrow(groups.take(h_M), recipe.save_h)
 
 
 def _rebuilt(h_M: Tensor, groups: Groups, recipe: Recipe) -> Tensor:
     """h that was not kept but computed again, as _swiglu_backward takes it."""
-    return h_M if _fuses(h_M.shape[1] // 2, h_M, recipe) else h_M[groups.row_P]
+    return h_M if _fuses(h_M.shape[1] // 2, h_M, recipe) else groups.take(h_M)
 
 
 def _swiglu_backward(da_M: Tensor, h_kept, weights_TK: Tensor, groups: Groups, recipe: Recipe):
-    """da [M, I], kept h -> dh rows, dh cols, a cols, and the gradient of weights [T, K]: one fused step."""
+    """da [M, I], kept h -> dh rows, dh cols, a cols, and summands [M, ..] of the gradient of each gate weight: one fused step."""
     if _fuses(da_M.shape[1], da_M, recipe):
         p, end = weights_TK.float().contiguous(), groups.offsets[-1:]
         if recipe.compute == "bf16":
             dh, a, dp = kernels.swiglu_backward_bf16(da_M, h_kept, p, groups.pair_M, end)
-            return dh, dh.t(), a.t(), _of_pairs(dp.sum(1), weights_TK, groups)
+            return dh, dh.t(), a.t(), dp
         h = h_kept if isinstance(h_kept, Fp8 | Fp4) else (h_kept, None)
         *codes, dp = kernels.swiglu_backward(da_M, p, groups.pair_M, groups.shift, end, *h)
-        return *(Fp8(*codes[i:i + 2]) for i in (0, 2, 4)), _of_pairs(dp.sum(1), weights_TK, groups)
-    p_M, h_P = _gate(weights_TK, groups), _wide(h_kept)
-    h_M = h_P.new_zeros(len(da_M), h_P.shape[1]).index_copy_(0, groups.row_P, h_P)
-    gate, up = h_M.chunk(2, -1)
+        return *(Fp8(*codes[i:i + 2]) for i in (0, 2, 4)), dp
+    p_M, (gate, up) = _gate(weights_TK, groups), groups.put(_wide(h_kept)).chunk(2, -1)
     dgate, dup, dp_M = swiglu_gradients(_wide(da_M), gate, up, p_M)
     dh, a = torch.cat([dgate, dup], -1).to(da_M.dtype), swiglu(gate, up, p_M).to(da_M.dtype)
-    dweights_TK = _of_pairs(dp_M.squeeze(1), weights_TK, groups)
     if recipe.compute == "fp8":
-        return quantize_fp8_rows(dh), quantize_fp8_rows(dh.t()), quantize_fp8_rows(a.t()), dweights_TK
-    return dh, dh.t(), a.t(), dweights_TK
+        return quantize_fp8_rows(dh), quantize_fp8_rows(dh.t()), quantize_fp8_rows(a.t()), dp_M
+    return dh, dh.t(), a.t(), dp_M
 
 
 def _of_pairs(row_M: Tensor, like_TK: Tensor, groups: Groups) -> Tensor:
@@ -1134,8 +1137,10 @@ class _SwiGLU(torch.autograd.Function):
         dy_rows, dy_cols = _fan_out_both(dy, groups, recipe.compute)
         da_M = _grouped_mm(dy_rows, _expert_operands(w2, recipe, dtype)[1], groups, dtype)
         del dy_rows
-        dh_rows, dh_cols, a_cols, dweights_TK = _swiglu_backward(da_M, h_kept, weights_TK, groups, recipe)
-        dx = dw13 = dw2 = None
+        dh_rows, dh_cols, a_cols, dp_MN = _swiglu_backward(da_M, h_kept, weights_TK, groups, recipe)
+        dx = dw13 = dw2 = dweights_TK = None
+        if ctx.needs_input_grad[1] or ctx.depart is not None:
+            dweights_TK = _of_pairs(dp_MN.sum(1), weights_TK, groups)
         if ctx.needs_input_grad[3]:
             dw2 = _grouped_wgrad(dy_cols, a_cols, groups, w2)
         del da_M, h_kept, dy_cols, a_cols

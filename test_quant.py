@@ -925,8 +925,17 @@ def test_rows_of_a_token_are_summed_in_float32():
 def test_group_rows_example():
     groups = quant.group_rows(torch.tensor([[1], [0], [1]]), 2)
     assert groups.pair_M.tolist() == [1] + [-1] * 127 + [0, 2] + [-1] * 126
-    assert groups.row_P.tolist() == [0, 128, 129] and groups.row_TK.tolist() == [[128], [0], [129]]
-    assert groups.offsets.tolist() == [0, 128, 256]
+    assert groups.row_TK.tolist() == [[128], [0], [129]] and groups.offsets.tolist() == [0, 128, 256]
+    assert groups.take(torch.arange(256)).tolist() == [0, 128, 129]
+    assert groups.put(torch.tensor([[5], [6], [7]])).nonzero()[:, 0].tolist() == [0, 128, 129]
+
+
+def test_a_dense_layer_of_any_width_counts_no_rows(monkeypatch):
+    """On a GPU that would be a wait."""
+    monkeypatch.setattr(torch.Tensor, "nonzero", None)
+    x, w13, w2 = (torch.randn(*shape, requires_grad=True) for shape in ((256, 128), (2 * 96, 128), (128, 96)))
+    for recipe in quant.RECIPES.values():
+        quant.mlp(quant.quantize(x, recipe), w13, w2).sum().backward()
 
 
 # -----------------------------------------------------------------------------

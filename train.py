@@ -862,9 +862,10 @@ def square_sum(net, layout):
     """This rank's share of the squared gradient norm, whose sum over ranks is the whole: what n ranks hold counts 1/n.
 
     In float64, so that it hardly depends on how gradients are cut."""
-    names, grads = zip(*((name, local(p.grad)) for name, p in net.named_parameters()))
-    copies = torch.tensor([layout.mesh(name).size(0) if layout else 1 for name in names], device=grads[0].device)
-    return (torch.stack(torch._foreach_norm(grads, 2, torch.float64)).square() / copies).sum()
+    grads = {}  # by the number of ranks that hold them
+    for name, p in net.named_parameters():
+        grads.setdefault(layout.mesh(name).size(0) if layout else 1, []).append(local(p.grad))
+    return sum(torch.stack(torch._foreach_norm(same, 2, torch.float64)).square().sum() / n for n, same in grads.items())
 
 
 @torch.no_grad()
