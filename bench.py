@@ -400,7 +400,7 @@ def mx_rule(rule):
         return quant.quantize_fp8_rows(x), rows(x)
 
     def swiglu_forward(h_M, weights_TK, groups, recipe):
-        if recipe.save_h != "fp4" or not quant._fuses(h_M.shape[1] // 2, h_M, recipe):
+        if recipe.save_h != "fp4" or not quant._fuses(h_M, recipe):
             return forward(h_M, weights_TK, groups, recipe)
         a, _ = forward(h_M, weights_TK, groups, dataclasses.replace(recipe, save_h="bf16"))
         h_P = groups.take(h_M)
@@ -1449,6 +1449,7 @@ def train(args, flags):
         torch.cuda.set_per_process_memory_fraction(min(share or 1.0, 1.0))  # all again where a call before set less
         for name in names:
             part = Slice(name, args.layers, args.in_flight)
+            warm_up(part, precisions)
             gc.collect()
             gc.freeze()  # as train.py does
             for scope in args.recompute.split(";"):
@@ -1503,7 +1504,7 @@ class Slice:
         quant.new_epoch()
         for p in self.net.parameters():
             if p in quant._copies:
-                quant.weight_operands(p, *quant._copies[p][0][-2:])  # as what they were last time
+                quant.weight_operands(p, *quant._copies[p][0][-3:])  # as what they were last time
 
     def update(self):
         """What follows on the gradients of a step."""
@@ -1625,6 +1626,18 @@ class Return(torch.autograd.Function):
             return dy[token_N], None, None
         wire = rows_of(quant.quantize_fp8_rows(dy), token_N)
         return quant.carrier(dy[:1].expand(len(token_N), -1), wire), None, None
+
+
+def warm_up(part, precisions):
+    """So that what a process does once, such as asking the driver for memory, is in nobody's turn."""
+    for name in precisions:
+        part.net.recipe = LAYERS[name]
+        try:
+            part.step()
+            part.layers()
+        except torch.OutOfMemoryError:
+            part.optimizer.zero_grad()
+            torch.cuda.empty_cache()
 
 
 def slice_rows(part, scope, rounds, precisions=PRECISIONS):

@@ -554,26 +554,28 @@ def new_epoch(*_):
 register_optimizer_step_post_hook(new_epoch)
 
 
-def weight_operands(weight: Tensor, compute: str, dtype: torch.dtype):
+def weight_operands(weight: Tensor, compute: str, dtype: torch.dtype, fill: Callable[[Tensor], Tensor] | None = None):
     """(what forward reads, what Dgrad reads) of weight [N, K] or [E, N, K]: blocks and transposed blocks, or one dtype copy;
     of a router, with compute=parts, what _RouterLinear says.
 
-    Dgrad's operand is laid out as the weight of the transposed linear: [K, N] or [E, K, N]. Copies are kept until the weight
-    changes, but for one whose attribute `sharded` is true: to keep copies of all it consists of would undo the sharding."""
+    Dgrad's operand is laid out as the weight of the transposed linear: [K, N] or [E, K, N]. fill: adds rows or columns of zeros
+    first. Copies are kept until the weight changes, but for one whose attribute `sharded` is true: to keep copies of all it
+    consists of would undo the sharding."""
     values = weight.detach()
-    if compute == "bf16" and weight.dtype == dtype:
+    if compute == "bf16" and weight.dtype == dtype and fill is None:
         return values, values.mT
     # an inference tensor has no version that would tell of a change; what FSDP gathers is there for a moment only
     if weight.is_inference() or getattr(weight, "sharded", False):
-        return _weight_copies(values, compute, dtype)
-    key = (_epoch, weight._version, weight.data_ptr(), compute, dtype)
+        return _weight_copies(values, compute, dtype, fill)
+    key = (_epoch, weight._version, weight.data_ptr(), compute, dtype, fill)
     cached = _copies.get(weight)
     if cached is None or cached[0] != key:
-        cached = _copies[weight] = key, _weight_copies(values, compute, dtype)
+        cached = _copies[weight] = key, _weight_copies(values, compute, dtype, fill)
     return cached[1]
 
 
-def _weight_copies(values: Tensor, compute: str, dtype: torch.dtype):
+def _weight_copies(values: Tensor, compute: str, dtype: torch.dtype, fill: Callable[[Tensor], Tensor] | None):
+    values = values if fill is None else fill(values)
     if compute == "fp8":
         return quantize_fp8_weight(values)
     if compute == "parts":
@@ -1047,16 +1049,35 @@ def swiglu_gradients(da: Tensor, gate: Tensor, up: Tensor, p: Tensor) -> tuple[T
     return dgate, da * silu * p, (da * silu * up).sum(-1, keepdim=True)
 
 
-def _fuses(width: int, like: Tensor, recipe: Recipe) -> bool:
-    """Whether the SwiGLU kernels take a layer: bfloat16 on a GPU, gate and up whole tiles, h in a format they know."""
-    known = recipe.compute == "fp8" or recipe.save_h == "bf16"
-    return _on_gpu(like) and like.dtype == torch.bfloat16 and width % TILE == 0 and known
+def _fuses(like: Tensor, recipe: Recipe) -> bool:
+    """Whether the SwiGLU kernels take a layer: bfloat16 on a GPU, h in a format they know. Of any width: see _fills."""
+    return _on_gpu(like) and like.dtype == torch.bfloat16 and (recipe.compute == "fp8" or recipe.save_h == "bf16")
+
+
+def _fills(w2: Tensor, like: Tensor, recipe: Recipe):
+    """What brings w13 and w2 to whole tiles of the width between them, for kernels that want those: see weight_operands."""
+    return (_fill_w13, _fill_w2) if w2.shape[-1] % TILE and _fuses(like, recipe) else (None, None)
+
+
+def _fill_w13(w13: Tensor) -> Tensor:
+    """Zeros behind the gate's rows and behind up's, whose h and gradients are zeros then."""
+    return F.pad(w13.unflatten(-2, (2, -1)), (0, 0, 0, -(w13.shape[-2] // 2) % TILE)).flatten(-3, -2)
+
+
+def _fill_w2(w2: Tensor) -> Tensor:
+    return F.pad(w2, (0, -w2.shape[-1] % TILE))
+
+
+def _unfilled(cols: Tensor | Fp8, width: int, parts: int):
+    """Cols [parts * I', M] as Wgrad reads them, without the rows that were filled in: [parts * width, M]."""
+    cut = lambda q: q.unflatten(0, (parts, -1))[:, :width].flatten(0, 1)
+    return Fp8(*map(cut, cols)) if isinstance(cols, Fp8) else cut(cols)
 
 
 def _swiglu_forward(h_M: Tensor, weights_TK: Tensor, groups: Groups, recipe: Recipe):
     """h [M, 2I] -> a as FC2 reads it, and h as it is kept: one fused step, float32 in between. Kept are the rows of real pairs;
     where h stays BF16, the kernels' h with its padding, for a copy would cost more than that."""
-    if _fuses(h_M.shape[1] // 2, h_M, recipe):
+    if _fuses(h_M, recipe):
         p, end = weights_TK.float().contiguous(), groups.offsets[-1:]
         if recipe.compute == "bf16":
             return kernels.swiglu_bf16(h_M, p, groups.pair_M, end), h_M
@@ -1069,12 +1090,12 @@ def _swiglu_forward(h_M: Tensor, weights_TK: Tensor, groups: Groups, recipe: Rec
 
 def _rebuilt(h_M: Tensor, groups: Groups, recipe: Recipe) -> Tensor:
     """h that was not kept but computed again, as _swiglu_backward takes it."""
-    return h_M if _fuses(h_M.shape[1] // 2, h_M, recipe) else groups.take(h_M)
+    return h_M if _fuses(h_M, recipe) else groups.take(h_M)
 
 
 def _swiglu_backward(da_M: Tensor, h_kept, weights_TK: Tensor, groups: Groups, recipe: Recipe):
     """da [M, I], kept h -> dh rows, dh cols, a cols, and summands [M, ..] of the gradient of each gate weight: one fused step."""
-    if _fuses(da_M.shape[1], da_M, recipe):
+    if _fuses(da_M, recipe):
         p, end = weights_TK.float().contiguous(), groups.offsets[-1:]
         if recipe.compute == "bf16":
             dh, a, dp = kernels.swiglu_backward_bf16(da_M, h_kept, p, groups.pair_M, end)
@@ -1095,11 +1116,11 @@ def _of_pairs(row_M: Tensor, like_TK: Tensor, groups: Groups) -> Tensor:
     return _gather(row_M, groups.row_TK.flatten()).view_as(like_TK).to(like_TK.dtype)
 
 
-def _expert_operands(weight: Tensor, recipe: Recipe, dtype: torch.dtype):
+def _expert_operands(weight: Tensor, recipe: Recipe, dtype: torch.dtype, fill: Callable[[Tensor], Tensor] | None):
     """weight_operands with an expert axis, also where the layer is dense and its weight has none."""
+    both = weight_operands(weight, recipe.compute, dtype, fill)
     if weight.dim() == 3:
-        return weight_operands(weight, recipe.compute, dtype)
-    both = weight_operands(weight, recipe.compute, dtype)
+        return both
     return [Fp8(q.data[None], q.scale[None]) if isinstance(q, Fp8) else q[None] for q in both]
 
 
@@ -1111,33 +1132,35 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights_TK, w13, w2, ids_TK, num_pairs, recipe, read, source, recompute, depart):
         ctx.recipe, ctx.dtype, ctx.num_pairs, ctx.depart = recipe, x.dtype, num_pairs, depart
-        groups = _groups(ids_TK, w13, num_pairs)
+        groups, (fill_w13, fill_w2) = _groups(ids_TK, w13, num_pairs), _fills(w2, x, recipe)
         # h in full is freed here, unless it is what is kept: nothing else refers to it
-        a_M, h_kept = _swiglu_forward(_SwiGLU.fc1(read, w13, groups, recipe, x.dtype), weights_TK, groups, recipe)
+        a_M, h_kept = _swiglu_forward(_SwiGLU.fc1(read, w13, groups, recipe, x.dtype, fill_w13), weights_TK, groups, recipe)
         _save(ctx, weights_TK, w13, w2, ids_TK, source, None if recompute else h_kept)
         del h_kept
-        return _sum_rows(_grouped_mm(a_M, _expert_operands(w2, recipe, x.dtype)[0], groups, x.dtype), groups)
+        return _sum_rows(_grouped_mm(a_M, _expert_operands(w2, recipe, x.dtype, fill_w2)[0], groups, x.dtype), groups)
 
     @staticmethod
-    def fc1(read, w13, groups, recipe, dtype):
+    def fc1(read, w13, groups, recipe, dtype, fill):
         x_M = _fan_out_rows(read, groups, recipe.compute)
-        return _grouped_mm(x_M, _expert_operands(w13, recipe, dtype)[0], groups, dtype)
+        return _grouped_mm(x_M, _expert_operands(w13, recipe, dtype, fill)[0], groups, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         recipe, dtype = ctx.recipe, ctx.dtype
         weights_TK, w13, w2, ids_TK, source, h_kept = _saved(ctx)
-        groups = _groups(ids_TK, w13, ctx.num_pairs)
+        groups, (fill_w13, fill_w2) = _groups(ids_TK, w13, ctx.num_pairs), _fills(w2, dy, recipe)
         read, kept = _replay(source, recipe)
         if h_kept is None:
-            h_kept = _rebuilt(_SwiGLU.fc1(read, w13, groups, recipe, dtype), groups, recipe)
+            h_kept = _rebuilt(_SwiGLU.fc1(read, w13, groups, recipe, dtype, fill_w13), groups, recipe)
         if not groups.dense or getattr(dy, "wire", None) is not None:
             dy = _received_gradient(dy, recipe)
         dy_rows, dy_cols = _fan_out_both(dy, groups, recipe.compute)
-        da_M = _grouped_mm(dy_rows, _expert_operands(w2, recipe, dtype)[1], groups, dtype)
+        da_M = _grouped_mm(dy_rows, _expert_operands(w2, recipe, dtype, fill_w2)[1], groups, dtype)
         del dy_rows
         dh_rows, dh_cols, a_cols, dp_MN = _swiglu_backward(da_M, h_kept, weights_TK, groups, recipe)
+        if fill_w13:
+            dh_cols, a_cols = (_unfilled(cols, w2.shape[-1], n) for cols, n in ((dh_cols, 2), (a_cols, 1)))
         dx = dw13 = dw2 = dweights_TK = None
         if ctx.needs_input_grad[1] or ctx.depart is not None:
             dweights_TK = _of_pairs(dp_MN.sum(1), weights_TK, groups)
@@ -1145,7 +1168,7 @@ class _SwiGLU(torch.autograd.Function):
             dw2 = _grouped_wgrad(dy_cols, a_cols, groups, w2)
         del da_M, h_kept, dy_cols, a_cols
         if ctx.needs_input_grad[0]:
-            dx = _sum_rows(_grouped_mm(dh_rows, _expert_operands(w13, recipe, dtype)[1], groups, dtype), groups)
+            dx = _sum_rows(_grouped_mm(dh_rows, _expert_operands(w13, recipe, dtype, fill_w13)[1], groups, dtype), groups)
             if ctx.depart is not None:
                 ctx.depart(dx, dweights_TK)
         if ctx.needs_input_grad[2]:

@@ -850,8 +850,8 @@ def test_a_training_step_all_through_the_kernels(monkeypatch):
     """Routing, fan-out, SwiGLU, sums and conversions in the interpreter, unwritten memory full of NaN: the reference's
     gradients, but for rounding. Norms, which would take most of the time, have tests of their own."""
     torch.manual_seed(0)
-    net = model.Model(replace(model.PRESETS["tiny"], n_layers=1, n_dense=0, n_experts=2, top_k=1, n_heads=1, nope_dim=64,
-                              rope_dim=64, v_dim=64))
+    net = model.Model(replace(model.PRESETS["tiny"], n_layers=2, n_dense=1, dense_width=176, expert_width=128, n_experts=2,
+                              top_k=1, n_heads=1, nope_dim=64, rope_dim=64, v_dim=64))
     net.recipe, net.dtype = quant.RECIPES["mxfp4"], torch.bfloat16
     tokens = torch.randint(0, 256, (1, 129))  # 128: the shared expert reads whole tiles of tokens
 

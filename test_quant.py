@@ -930,6 +930,26 @@ def test_group_rows_example():
     assert groups.put(torch.tensor([[5], [6], [7]])).nonzero()[:, 0].tolist() == [0, 128, 129]
 
 
+@pytest.mark.parametrize("shape", ((2 * 176, 96), (3, 2 * 176, 96)), ids=str)
+def test_layers_filled_up_to_whole_tiles(shape):
+    """Zeros where they change no output, and rows of gradients that have none."""
+    w13, w2, x = (torch.randn(size, dtype=torch.float64) for size in (shape, (*shape[:-2], 96, 176), (5, 96)))
+    gate, up = quant._fill_w13(w13).split(256, -2)
+    assert torch.equal(torch.cat([gate[..., :176, :], up[..., :176, :]], -2), w13)
+    assert not gate[..., 176:, :].any() and not up[..., 176:, :].any()
+    filled_w2 = quant._fill_w2(w2)
+    assert torch.equal(filled_w2[..., :176], w2) and not filled_w2[..., 176:].any() and filled_w2.shape[-1] == 256
+    h = x @ w13.mT
+    want = (torch.nn.functional.silu(h[..., :176]) * h[..., 176:]) @ w2.mT
+    h = x @ quant._fill_w13(w13).mT
+    torch.testing.assert_close((torch.nn.functional.silu(h[..., :256]) * h[..., 256:]) @ filled_w2.mT, want)
+    cols = quant.quantize_fp8_rows(torch.arange(512.0)[:, None].expand(512, 128))
+    got = quant._unfilled(cols, 176, 2)
+    assert torch.equal(got.data.float(), torch.cat([cols.data[:176], cols.data[256:432]]).float())
+    assert torch.equal(got.scale, torch.cat([cols.scale[:176], cols.scale[256:432]]))
+    assert torch.equal(quant._unfilled(cols.scale, 432, 1), cols.scale[:432])
+
+
 def test_a_dense_layer_of_any_width_counts_no_rows(monkeypatch):
     """On a GPU that would be a wait."""
     monkeypatch.setattr(torch.Tensor, "nonzero", None)
@@ -1049,13 +1069,14 @@ def test_wgrad_adds_into_the_gradient_that_is_there(recipe):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @both_h
+@pytest.mark.parametrize("width", (128, 176))
 @pytest.mark.parametrize("name", ("bf16", "fp8", "mxfp4", "h in fp4", "h in bf16"))
-def test_fused_layer_is_that_of_the_cpu(name, recompute):
-    """Experts and dense FFN of whole tiles, where every step is a kernel on a GPU: the CPU's numbers but for rounding, with room
-    for more pairs than there are as well."""
+def test_fused_layer_is_that_of_the_cpu(name, width, recompute):
+    """Experts and dense FFN, of whole tiles or filled up to them, where every step is a kernel on a GPU: the CPU's numbers but
+    for rounding, with room for more pairs than there are as well."""
     recipe = quant.RECIPES.get(name) or quant.Recipe("fp8", "fp4", name.split()[-1], "fp4")
     ids = route("mixed")
-    *leaves, dy = expert_inputs(ids, h=256, i=128)
+    *leaves, dy = expert_inputs(ids, h=256, i=width)
 
     def run(device, num_pairs=None):
         x, weights, w13, w2 = (leaf(t.to(device)) for t in leaves)
