@@ -1808,7 +1808,7 @@ def kept(args, flags):
 
 # ---- all ----
 
-TABLES = ("kernels", "gemm", "layer", "train", "in_flight")  # of one GPU; in_flight is one of `train` too
+TABLES = ("kernels", "gemm", "layer", "train", "in_flight", "in_flight_80gb")  # of one GPU; the last three are of `train`
 PARTS = {"v3": 0, "v2-lite": 2, "v3-all": 2}  # which of three parts has a shape; others are in the middle one
 KEYS = ("shape", "groups", "kernel", "pair", "gemm", "E", "M", "N", "K", "layer", "layers", "precision", "recompute", "in_flight",
         "tokens", "limit_gib")
@@ -1817,10 +1817,10 @@ KEYS = ("shape", "groups", "kernel", "pair", "gemm", "E", "M", "N", "K", "layer"
 def all_(args, flags):
     """Measures every committed table of one GPU again, in parts, and lists what differs by more than 5 %.
 
-    What is measured is what results/h200 has rows of: kernels.csv, gemm.csv, layer.csv, train.csv (three rounds) and
-    in_flight.csv (one round). --part=i/3 is one of three parts of less than 9 minutes on an H200, split by shape. Tables grow in
-    --out, a shape or a slice's recompute scope at a time: what has rows there of this commit, card, torch and triton is not
-    measured again, so the same command goes on where one was cut. Compared is with results/<card>.
+    What is measured is what results/h200 has rows of: kernels.csv, gemm.csv, layer.csv, train.csv (three rounds), in_flight.csv
+    and in_flight_80gb.csv (one round). --part=i/3 is one of three parts of less than 9 minutes on an H200, split by shape.
+    Tables grow in --out, a shape or a slice's recompute scope at a time: what has rows there of this commit, card, torch and
+    triton is not measured again, so the same command goes on where one was cut. Compared is with results/<card>.
     """
     if flags:
         raise ValueError(f"bench.py all has no flag {flags[0]}: see bench.py all --help.")
@@ -1847,7 +1847,7 @@ def all_(args, flags):
 
 def job(name, row):
     """(the command that measures a row of a table and what belongs to it, {column: value} that all these have)."""
-    if name not in ("train", "in_flight"):
+    if name not in TABLES[3:]:
         return (name, f"--shapes={row['shape']}"), {"shape": row["shape"]}
     same = {column: row[column] for column in ("shape", "layers", "recompute", "in_flight", "limit_gib")}
     return ("train", f"--shapes={row['shape']}", f"--layers={row['layers']:.0f}", f"--recompute={row['recompute']}",
