@@ -767,9 +767,9 @@ def draw_layer(figure, rows):
 
 
 def draw_train(figure, rows):
-    """Two panels a shape. Above: speed of a slice's layers against what they keep, a line a precision, a point a scope.
-    Below: which tensors a MoE layer keeps, by formula, and the speed over bf16 in the same scope. Shapes stand side by side while
-    their bars have room."""
+    """Two panels a shape. First: speed of a slice's layers against what they keep, a line a precision, a point a scope. Second:
+    which tensors a MoE layer keeps, by formula, and the speed over bf16 in the same scope. They stand below one another where
+    their bars leave room for all shapes, else side by side."""
     if rows[0]["in_flight"] > 1:
         return draw_in_flight(figure, rows)
     shapes = {shape: [row for row in rows if row["shape"] == shape] for shape in values(rows, "shape")}
@@ -778,15 +778,17 @@ def draw_train(figure, rows):
         widths = [3 + len(here) for here in shapes.values()]
         panels = figure.subplots(2, len(shapes), squeeze=False, height_ratios=(1.1, 1), width_ratios=widths)
     else:
-        figure.set_size_inches(10, 6.5 * len(shapes))
-        panels = figure.subplots(2 * len(shapes)).reshape(-1, 2).T
+        figure.set_size_inches(14, 1 + 3.4 * len(shapes))
+        panels = figure.subplots(len(shapes), 2, squeeze=False, width_ratios=(2, 3)).T
     for (shape, here), upper, lower in zip(shapes.items(), *panels):
         ran = [row for row in here if row["layers_tokens_per_s"]]
         named = {row["recompute"]: row for row in reversed(ran)}  # a scope's name stands at its first precision that fits
         for name in values(ran, "precision"):
             points = [row for row in ran if row["precision"] == name]
             x, y = [row["kept_bytes"] / 1e3 for row in points], [row["layers_tokens_per_s"] / 1e3 for row in points]
-            half = [speed * (row["layers_half_width"] or 0) / (row["layers_times_fp8"] or 1) for row, speed in zip(points, y)]
+            against = name not in ("bf16", "fp8")  # whose speed over fp8 is in question
+            half = [against * speed * (row["layers_half_width"] or 0) / (row["layers_times_fp8"] or 1)
+                    for row, speed in zip(points, y)]
             upper.errorbar(x, y, half, color=COLOURS[name], marker="o", ms=5, lw=1.3, elinewidth=0.9, capsize=2, label=name)
             for row, *at in zip(points, x, y):
                 if row is named[row["recompute"]]:
@@ -798,7 +800,7 @@ def draw_train(figure, rows):
     panels[0, 0].legend(loc="lower left")
     figure.legend(*panels[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
     return ("bench.py train: one rank's part, layers forward and backward; factors: speed over bf16; "
-            "error bars: 95 % interval of the speed over fp8")
+            "error bars: 95 % interval of mxfp4's speed over fp8")
 
 
 def draw_in_flight(figure, rows):
@@ -812,8 +814,11 @@ def draw_in_flight(figure, rows):
             ran = sorted((row["peak_gib"] * 2**30 / 1e9, row["tokens_per_s"] / 1e3, row["recompute"]) for row in here
                          if row["precision"] == name and row["tokens_per_s"])
             best = [one for i, one in enumerate(ran) if all(one[1] > other[1] for other in ran[:i])]
+            if not best:
+                continue
             x, y = ([one[i] for one in best] for i in (0, 1))
-            panel.step(x + [max([high, *x])], y + y[-1:] or [math.nan], where="post", color=COLOURS[name], lw=1.5, label=name)
+            end = (here[0]["limit_gib"] or 0) * 2**30 / 1e9 or high  # what was allowed
+            panel.step(x + [max([end, *x])], y + y[-1:] or [math.nan], where="post", color=COLOURS[name], lw=1.5, label=name)
             panel.plot([one[0] for one in ran], [one[1] for one in ran], "o", ms=3.5, alpha=0.5, color=COLOURS[name])
             for gb, speed, scope in best:
                 if gb <= high:
@@ -875,7 +880,9 @@ def draw_kept(panel, shape, rows):
         bottom = [h + b for h, b in zip(heights, bottom)]
     panel.bar_label(drawn, [f"{total:.0f}" for total in bottom], padding=1, fontsize=8)
     fits = lambda row: "fits" if row["tokens_per_s"] else "no fit"
-    times = lambda row: f"{row['layers_times_bf16']:.2f}x" if row["layers_times_bf16"] else fits(row)
+    bf16 = {row["recompute"]: row["layers_tokens_per_s"] for row in rows if row["precision"] == "bf16"}
+    times = lambda row: (f"{row['layers_tokens_per_s'] / bf16[row['recompute']]:.2f}x"
+                         if row["layers_tokens_per_s"] and bf16.get(row["recompute"]) else fits(row))
     panel.set(title=f"{shape_title(shape)}, one of {ranks} ranks", xlabel="recomputed in backward",
               ylabel="kept by a MoE layer, KB a token", xticks=at,
               xticklabels=[f"{row['precision']}\n{times(row)}" for row in rows])
