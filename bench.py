@@ -1456,7 +1456,6 @@ def train(args, flags):
         torch.cuda.set_per_process_memory_fraction(min(share or 1.0, 1.0))  # all again where a call before set less
         for name in names:
             part = Slice(name, args.layers, args.in_flight)
-            warm_up(part, precisions)
             gc.collect()
             gc.freeze()  # as train.py does
             for scope in args.recompute.split(";"):
@@ -1635,18 +1634,6 @@ class Return(torch.autograd.Function):
         return quant.carrier(dy[:1].expand(len(token_N), -1), wire), None, None
 
 
-def warm_up(part, precisions):
-    """So that what a process does once, such as asking the driver for memory, is in nobody's turn."""
-    for name in precisions:
-        part.net.recipe = LAYERS[name]
-        try:
-            part.step()
-            part.layers()
-        except torch.OutOfMemoryError:
-            part.optimizer.zero_grad()
-            torch.cuda.empty_cache()
-
-
 def slice_rows(part, scope, rounds, precisions=PRECISIONS):
     """The rows of one scope: all precisions that fit, by turns."""
     net, found = part.net, {name: [] for name in precisions}
@@ -1658,6 +1645,8 @@ def slice_rows(part, scope, rounds, precisions=PRECISIONS):
             net.recipe = LAYERS[name]
             try:
                 part.step()  # kernels are compiled, memory is found
+                if not found[name]:  # once more for the first turn: what the driver is asked for, it gives slowly
+                    part.layers()
                 part.quantise_weights()
                 kept[name] = part.kept()
                 torch.cuda.reset_peak_memory_stats()

@@ -2401,35 +2401,32 @@ def _launch(kernel, programs, *args, num_warps=4, **options):
     """So many programs, none for an empty tensor. No fused multiply-add but where it is written.
 
     A launch whose arguments are of known kinds goes straight to what was compiled for the first such: Triton would take twice
-    as long to find it."""
+    as long to find it. Of its hooks and knobs, such a launch heeds those of launching alone."""
     if not programs:
         return
+    if id(kernel) not in _COMPILED:  # hashing a kernel takes longer; the entry keeps it alive
+        constants = [parameter.is_constexpr for parameter in getattr(kernel, "params", ())]  # none in the interpreter
+        _COMPILED[id(kernel)] = kernel, constants, {}
+    _, constants, compiled = _COMPILED[id(kernel)]
     with torch.cuda.device_of(args[0]):
-        kinds = kernel, args[0].device.index, num_warps, *_kinds(kernel, args)
-        compiled = _COMPILED.get(kinds)
-        if compiled is None:  # always so in the interpreter, which compiles nothing
-            _COMPILED[kinds] = kernel[(programs,)](*args, **options, num_warps=num_warps, enable_fp_fusion=False)
+        kinds = args[0].device.index, num_warps, *options.values(), *_kinds(args, constants)
+        if compiled.get(kinds) is None:  # always so in the interpreter, which compiles nothing
+            compiled[kinds] = kernel[(programs,)](*args, **options, num_warps=num_warps, enable_fp_fusion=False)
         else:
-            compiled[programs, 1, 1](*args)
+            compiled[kinds][programs, 1, 1](*args)
 
 
 _COMPILED = {}
 
 
-def _kinds(kernel, args):
+def _kinds(args, constants):
     """All that Triton compiles for: constants, types, and which addresses and numbers 16 divides, or are 1."""
     return [
         arg if constant
         else (arg.dtype, arg.data_ptr() & 15) if isinstance(arg, torch.Tensor)
         else (arg >> 31, arg & 15 == 0, arg == 1) if type(arg) is int
         else (arg.base.dtype, *arg.block_shape) if type(arg) is TensorDescriptor
-        else type(arg) for arg, constant in zip(args, _constants(kernel))]
-
-
-@functools.cache
-def _constants(kernel):
-    """For each parameter, whether it is a constant; nothing in the interpreter."""
-    return [parameter.is_constexpr for parameter in getattr(kernel, "params", ())]
+        else type(arg) for arg, constant in zip(args, constants)]
 
 
 def _multiprocessors(x):
@@ -2905,7 +2902,8 @@ def _launch_gemm(a, a_scale, b, b_scale, experts, out, rows, N, K, group=16, wgr
         _refuse("FP8 GEMM", "operands are contiguous, at multiples of 16 bytes", a, b, out)
     c = _descriptor(out, (1, 128, 64) if transpose else (1, 64, 128))
     _launch(_gemm, _multiprocessors(a), a_scale, a_scale.stride(1), b_scale, b_scale.stride(1) if wgrad else 1, experts,
-            _descriptor(a, (128, 128)), _descriptor(b, (128, 128)), c, rows, N, K, len(out), group, wgrad, transpose, add, num_warps=4, maxnreg=168)
+            _descriptor(a, (128, 128)), _descriptor(b, (128, 128)), c, rows, N, K, len(out), group, wgrad, transpose, add,
+            num_warps=4, maxnreg=168)
 
 
 def _descriptor(x, tile):

@@ -648,7 +648,7 @@ def _grouped_wgrad(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, weight: Ten
     a, b = _values(a, b)
     if a.dtype == torch.bfloat16 and a.is_cuda and a.shape[1]:
         # torch's grouped GEMM writes BF16 only, so sums are rounded once; and nothing where an expert has no rows
-        dw_ENK = F.grouped_mm(a, b.t(), offs=groups.offsets[1:])
+        dw_ENK = F.grouped_mm(a, b.t(), offs=groups.offsets[1:]).contiguous()  # where 8 does not divide K it has gaps
         kernels.clear_empty_experts(dw_ENK, groups.offsets)
         return _wide_gradient(dw_ENK.view_as(weight), weight)
     out, accumulate = gradient_buffer(weight)
@@ -1070,8 +1070,9 @@ def _fill_w2(w2: Tensor) -> Tensor:
 
 def _unfilled(cols: Tensor | Fp8, width: int, parts: int):
     """Cols [parts * I', M] as Wgrad reads them, without the rows that were filled in: [parts * width, M]."""
-    cut = lambda q: q.unflatten(0, (parts, -1))[:, :width].flatten(0, 1)
-    return Fp8(*map(cut, cols)) if isinstance(cols, Fp8) else cut(cols)
+    if isinstance(cols, Tensor):  # its rows are what lies together
+        return cols.t().unflatten(1, (parts, -1))[..., :width].flatten(1).t()
+    return Fp8(*(q.unflatten(0, (parts, -1))[:, :width].flatten(0, 1) for q in cols))
 
 
 def _swiglu_forward(h_M: Tensor, weights_TK: Tensor, groups: Groups, recipe: Recipe):

@@ -514,7 +514,7 @@ def test_swiglu(save_h):
     ids, groups = routing(90, 3, 4)
     g = torch.Generator().manual_seed(0)
     pair, _, offsets, _, shift = kernel_groups(ids, 4)
-    M, P, width = len(groups.pair_M), len(groups.row_P), 256
+    M, P, width = len(groups.pair_M), groups.num_pairs, 256
     h, da = (torch.randn(M, n, generator=g).mul(2).bfloat16() for n in (2 * width, width))
     h[groups.pair_M < 0], da[groups.pair_M < 0] = 0, 0
     p = torch.rand(ids.numel(), generator=g)
@@ -523,12 +523,12 @@ def test_swiglu(save_h):
     got = run("swiglu", h, p, pair[:M], shift, offsets[-1:], P, save_h)
     assert_same(got[2:], kept)
     assert_near_codes(Fp8(*got[:2]), a)
-    *want, dp_TK = quant._swiglu_backward(da, kept, p.view(ids.shape), groups, recipe)
+    *want, dp_M = quant._swiglu_backward(da, kept, p.view(ids.shape), groups, recipe)
     out = run("swiglu_backward", da, p, pair[:M], shift, offsets[-1:], *kept)
     for i, q in enumerate(want):
         assert_near_codes(Fp8(*out[2 * i:2 * i + 2]), q)
-    dp = quant._gather(out[6].sum(1).cpu(), groups.row_TK.flatten())
-    assert torch.allclose(dp, dp_TK.flatten(), rtol=1e-5, atol=1e-4)
+    dp = out[6].sum(1, keepdim=True).cpu()[groups.pair_M >= 0]
+    assert torch.allclose(dp, dp_M[groups.pair_M >= 0], rtol=1e-5, atol=1e-4)
 
 
 def assert_near_codes(got, want):
@@ -565,8 +565,8 @@ def test_swiglu_backward_exactly(save_h, spoilt):
         rows = real.nonzero().flatten()
         da[rows[3], 7], da[rows[130], 255], h[rows[200], 386], h[rows[60], 5], p[11] = (
             math.nan, math.inf, math.nan, -math.inf, math.nan)
-    kept = quant.narrow(h[groups.row_P], save_h)
-    h_M = torch.zeros(len(h), 2 * width).index_copy_(0, groups.row_P, quant._wide(kept))
+    kept = quant.narrow(groups.take(h), save_h)
+    h_M = groups.put(quant._wide(kept))
     d = da.float().masked_fill(~real[:, None], 0)
     (gate, up), p_M = h_M.chunk(2, -1), quant._gather(p, groups.pair_M)[:, None]
     dgate, dup, dp = quant.swiglu_gradients(d, gate, up, p_M)
@@ -1277,10 +1277,73 @@ def compile_all():
                 assert re.search(r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global", ptx), "no 16-byte loads"
 
 
-def test_compiled_for_hopper():
-    """Every kernel compiles for sm_90 without spills, flush-to-zero, approximations or fused multiply-adds."""
+def in_a_process_of_its_own(function):
+    """Where nothing is interpreted."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    child = subprocess.run([sys.executable, "-c", "import test_kernels; test_kernels.compile_all()"], env=environment,
+    child = subprocess.run([sys.executable, "-c", f"import test_kernels; test_kernels.{function}()"], env=environment,
                            cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True, text=True)
     print(child.stdout)
     assert child.returncode == 0, child.stdout + child.stderr
+
+
+def test_compiled_for_hopper():
+    """Every kernel compiles for sm_90 without spills, flush-to-zero, approximations or fused multiply-adds."""
+    in_a_process_of_its_own("compile_all")
+
+
+def launch_all():
+    """Each kernel's launch, and others that differ in one argument, once by Triton's own way and once by ours, which must pick
+    the same of what was compiled (stand-ins: nothing is) and give it the same arguments."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+    launched, launches, launch = [], [], kernels._launch
+
+    class Driver:
+        get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+        get_current_device = get_current_stream = lambda self, *_: 0
+
+    class Compiled:
+        function = packed_metadata = None
+        launch_metadata = lambda self, *_: None
+        run = lambda self, *args: launched.append((self, args[9:]))
+        __getitem__ = lambda self, grid: lambda *args: launched.append((self, args))
+
+    def check(kernel, args, num_warps=4, **options):
+        want = kernel.run(*args, **options, num_warps=num_warps, enable_fp_fusion=False, grid=(1,), warmup=True)
+        launch(kernel, 1, *args, num_warps=num_warps, **options)
+        got, given = launched.pop()
+        assert got is want and len(given) == len(args) and all(a is b for a, b in zip(given, args)), (kernel, args)
+
+    def others(value, memory=torch.zeros(64, dtype=torch.uint8)):
+        if isinstance(value, torch.Tensor):
+            return [memory[at:at + 32].view(dtype) for at in (0, 8)
+                    for dtype in (torch.uint8, torch.float32, torch.bfloat16, torch.float8_e4m3fn)]
+        if hasattr(value, "block_shape"):
+            sizes = [8 * n for n in value.block_shape]
+            return [kernels._descriptor(torch.zeros(sizes, dtype=dtype), tuple(value.block_shape))
+                    for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32)]
+        numbers = 0, 1, 8, 16, 2**31 - 1, 2**31, 2**31 + 8, 2**40, 2**63
+        return [*numbers, *(-n for n in numbers[1:]), True, 0.5, None]
+
+    triton.runtime.driver.set_active(Driver())
+    JITFunction._do_compile = lambda self, key, signature, device, *_: self.device_caches[device][0].setdefault(key, Compiled())
+    kernels._multiprocessors = lambda x: 132
+    kernels._launch = lambda kernel, programs, *args, **options: launches.append((kernel, args, options))
+    for name, args, _ in every_launch():
+        run(name, *args)
+    for _ in range(2):  # the second time everything is known
+        for kernel, args, options in launches:
+            check(kernel, args, **options)
+            for i, parameter in enumerate(kernel.params):
+                values = [args[i] + 1, 2 * args[i]] if type(args[i]) is int else []
+                for other in values if parameter.is_constexpr else others(args[i]):
+                    if i or isinstance(other, torch.Tensor):  # the first tells the device
+                        check(kernel, (*args[:i], other, *args[i + 1:]), **options)
+    known = [len(compiled) for _, _, compiled in kernels._COMPILED.values()]
+    for kernel, args, options in launches:
+        check(kernel, args, **options)
+    assert [len(compiled) for _, _, compiled in kernels._COMPILED.values()] == known
+
+
+def test_launches_what_triton_would():
+    in_a_process_of_its_own("launch_all")

@@ -848,13 +848,13 @@ def gradients(net, micro_batches, device, layout=None):
 
 def add_up_gradients(net, layout):
     """Of what FSDP2 does not reduce, that is what has one part only: over all ranks, or those with the same experts."""
-    grads = {}  # by the ranks to add up over
+    grads = {}  # by the ranks to add up over, and type
     for name, p in net.named_parameters():
         if p.grad is None:  # not reached on this rank, but the others wait for it
             p.grad = torch.zeros_like(p)
         if layout and not isinstance(p, DTensor) and layout.mesh(name).size(0) > 1:
-            grads.setdefault(layout.mesh(name).get_group("copies"), []).append(p.grad)
-    for work in [group.allreduce_coalesced(tensors) for group, tensors in grads.items()]:  # a call each costs 0.1 ms
+            grads.setdefault((layout.mesh(name).get_group("copies"), p.dtype), []).append(p.grad)
+    for work in [group.allreduce_coalesced(same) for (group, _), same in grads.items()]:  # a call each costs 0.1 ms
         work.wait()
 
 
