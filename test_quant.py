@@ -956,6 +956,7 @@ def test_a_dense_layer_of_any_width_counts_no_rows(monkeypatch):
     x, w13, w2 = (torch.randn(*shape, requires_grad=True) for shape in ((256, 128), (2 * 96, 128), (128, 96)))
     for recipe in quant.RECIPES.values():
         quant.mlp(quant.quantize(x, recipe), w13, w2).sum().backward()
+    assert all(bool(t.grad.any()) for t in (x, w13, w2))
 
 
 # -----------------------------------------------------------------------------
