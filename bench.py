@@ -780,7 +780,7 @@ def draw_train(figure, rows):
     else:
         figure.set_size_inches(14, 1 + 3.4 * len(shapes))
         panels = figure.subplots(len(shapes), 2, squeeze=False, width_ratios=(2, 3)).T
-    for (shape, here), upper, lower in zip(shapes.items(), *panels):
+    for (shape, here), speeds, bars in zip(shapes.items(), *panels):
         ran = [row for row in here if row["layers_tokens_per_s"]]
         named = {row["recompute"]: row for row in reversed(ran)}  # a scope's name stands at its first precision that fits
         for name in values(ran, "precision"):
@@ -789,14 +789,14 @@ def draw_train(figure, rows):
             against = name not in ("bf16", "fp8")  # whose speed over fp8 is in question
             half = [against * speed * (row["layers_half_width"] or 0) / (row["layers_times_fp8"] or 1)
                     for row, speed in zip(points, y)]
-            upper.errorbar(x, y, half, color=COLOURS[name], marker="o", ms=5, lw=1.3, elinewidth=0.9, capsize=2, label=name)
+            speeds.errorbar(x, y, half, color=COLOURS[name], marker="o", ms=5, lw=1.3, elinewidth=0.9, capsize=2, label=name)
             for row, *at in zip(points, x, y):
                 if row is named[row["recompute"]]:
-                    upper.annotate(row["recompute"], at, (3, -6), textcoords="offset points", ha="left", va="top", fontsize=8)
-        upper.set(title=f"{shape_title(shape)}, {here[0]['layers']:.0f} layers", xlabel="kept, KB a token and layer", ylim=0)
-        upper.set_xlim(0, 1.15 * upper.get_xlim()[1])
-        upper.set_ylabel("thousand tokens/s through the layers")
-        draw_kept(lower, shape, here)
+                    speeds.annotate(row["recompute"], at, (3, -6), textcoords="offset points", ha="left", va="top", fontsize=8)
+        speeds.set(title=f"{shape_title(shape)}, {here[0]['layers']:.0f} layers", xlabel="kept, KB a token and layer", ylim=0)
+        speeds.set_xlim(0, 1.15 * speeds.get_xlim()[1])
+        speeds.set_ylabel("thousand tokens/s through the layers")
+        draw_kept(bars, shape, here)
     panels[0, 0].legend(loc="lower left")
     figure.legend(*panels[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
     return ("bench.py train: one rank's part, layers forward and backward; factors: speed over bf16; "
@@ -818,7 +818,7 @@ def draw_in_flight(figure, rows):
                 continue
             x, y = ([one[i] for one in best] for i in (0, 1))
             end = (here[0]["limit_gib"] or 0) * 2**30 / 1e9 or high  # what was allowed
-            panel.step(x + [max([end, *x])], y + y[-1:] or [math.nan], where="post", color=COLOURS[name], lw=1.5, label=name)
+            panel.step(x + [max([end, *x])], y + y[-1:], where="post", color=COLOURS[name], lw=1.5, label=name)
             panel.plot([one[0] for one in ran], [one[1] for one in ran], "o", ms=3.5, alpha=0.5, color=COLOURS[name])
             for gb, speed, scope in best:
                 if gb <= high:

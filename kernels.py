@@ -2410,13 +2410,14 @@ def _launch(kernel, programs, *args, num_warps=4, **options):
     _, constants, compiled = _COMPILED[id(kernel)]
     with torch.cuda.device_of(args[0]):
         kinds = args[0].device.index, num_warps, *options.values(), *_kinds(args, constants)
-        if compiled.get(kinds) is None:  # always so in the interpreter, which compiles nothing
+        ready = compiled.get(kinds)
+        if ready is None:  # always so in the interpreter, which compiles nothing
             compiled[kinds] = kernel[(programs,)](*args, **options, num_warps=num_warps, enable_fp_fusion=False)
         else:
-            compiled[kinds][programs, 1, 1](*args)
+            ready[programs, 1, 1](*args)
 
 
-_COMPILED = {}
+_COMPILED = {}  # by a kernel's id: the kernel, which of its parameters are constants, and what was compiled, by kinds
 
 
 def _kinds(args, constants):
@@ -2910,12 +2911,12 @@ def _descriptor(x, tile):
     """A TMA descriptor of x, contiguous and at a multiple of 16 bytes: that of an empty tensor with x in its place, since to
     check it and to work its layout out takes 30 us of the host's time."""
     descriptor = object.__new__(TensorDescriptor)
-    vars(descriptor).update(_empty_descriptor(x.dtype, tile), base=x, shape=list(x.shape), strides=list(x.stride()))
+    vars(descriptor).update(_fields_of_descriptor(x.dtype, tile), base=x, shape=list(x.shape), strides=list(x.stride()))
     return descriptor
 
 
 @functools.cache
-def _empty_descriptor(dtype, tile):
+def _fields_of_descriptor(dtype, tile):
     kinds = {torch.float8_e4m3fn: gl.float8e4nv, torch.float32: gl.float32, torch.bfloat16: gl.bfloat16}
     layout = gl.NVMMASharedLayout.get_default_for(list(tile), kinds[dtype])
     return vars(TensorDescriptor.from_tensor(torch.empty(tile, dtype=dtype), list(tile), layout))

@@ -1387,7 +1387,8 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, recompute: frozenset = froze
     """Bytes a token of one layer that autograd holds between forward and backward, by tensor.
 
     ranks: expert-parallel ranks; on one, what experts received and the shared expert's input are the same tensor where they
-    have the same format. element_size: bytes of an unquantised activation. dense: a layer with a dense feed-forward."""
+    have the same format. element_size: bytes of an unquantised activation. dense: a layer with a dense feed-forward. Left out is
+    what GPU kernels fill up: columns of h to 128, where it stays BF16 its rows, too."""
     c, e = config, element_size
     size = lambda width, name: quant.bytes_per_row(width, name, e)
     attn, norm, mla_up = "attn" in recompute, "norm" in recompute, "mla_up" in recompute or "attn" in recompute

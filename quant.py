@@ -935,16 +935,18 @@ class Groups(NamedTuple):
         """What fan-out kernels gather by: pairs, the first row behind the last expert's, pairs a token."""
         return self.pair_M, self.offsets[-1:], self.row_TK.shape[1]
 
+    @property
+    def row_P(self) -> Tensor:
+        """[P] row of each real pair; to count them waits for a GPU."""
+        return (self.pair_M >= 0).nonzero().squeeze(1)
+
     def take(self, h_M: Tensor) -> Tensor:
         """[P, ..] rows of real pairs."""
-        return h_M if self.dense else h_M[(self.pair_M >= 0).nonzero().squeeze(1)]
+        return h_M if self.dense else h_M[self.row_P]
 
     def put(self, h_P: Tensor) -> Tensor:
         """The inverse of `take`, zeros elsewhere."""
-        if self.dense:
-            return h_P
-        row_P = (self.pair_M >= 0).nonzero().squeeze(1)
-        return h_P.new_zeros(len(self.pair_M), h_P.shape[1]).index_copy_(0, row_P, h_P)
+        return h_P if self.dense else h_P.new_zeros(len(self.pair_M), h_P.shape[1]).index_copy_(0, self.row_P, h_P)
 
 
 def group_rows(ids_TK: Tensor, num_experts: int, num_pairs: int | None = None) -> Groups:

@@ -940,14 +940,14 @@ def test_layers_filled_up_to_whole_tiles(shape):
     filled_w2 = quant._fill_w2(w2)
     assert torch.equal(filled_w2[..., :176], w2) and not filled_w2[..., 176:].any() and filled_w2.shape[-1] == 256
     h = x @ w13.mT
-    want = (torch.nn.functional.silu(h[..., :176]) * h[..., 176:]) @ w2.mT
-    h = x @ quant._fill_w13(w13).mT
-    torch.testing.assert_close((torch.nn.functional.silu(h[..., :256]) * h[..., 256:]) @ filled_w2.mT, want)
+    want = (F.silu(h[..., :176]) * h[..., 176:]) @ w2.mT
+    torch.testing.assert_close((F.silu(x @ gate.mT) * (x @ up.mT)) @ filled_w2.mT, want)
     cols = quant.quantize_fp8_rows(torch.arange(512.0)[:, None].expand(512, 128))
-    got = quant._unfilled(cols, 176, 2)
-    assert torch.equal(got.data.float(), torch.cat([cols.data[:176], cols.data[256:432]]).float())
+    got, whole = quant._unfilled(cols, 176, 2), dequantize(cols)
+    assert torch.equal(dequantize(got), torch.cat([whole[:176], whole[256:432]]))
     assert torch.equal(got.scale, torch.cat([cols.scale[:176], cols.scale[256:432]]))
-    assert torch.equal(quant._unfilled(cols.scale, 432, 1), cols.scale[:432])
+    assert torch.equal(quant._unfilled(whole, 176, 2), dequantize(got))
+    assert torch.equal(quant._unfilled(whole, 432, 1), whole[:432])
 
 
 def test_a_dense_layer_of_any_width_counts_no_rows(monkeypatch):
