@@ -792,7 +792,8 @@ def test_reads_one_item_ahead_and_no_more():
 def test_interrupt_ends_a_stream_at_once(where, tmp_path):
     spec = write_rows(tmp_path / "rows", ["some text"] * 3000)
     script = f"""
-import sys, time, data
+import signal, sys, time, data
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
 rows = data.HubRows({spec!r}, 0)
 read, waits = rows._texts, {where == "while it waits"}
 rows._texts = lambda table: (waits or rows.files) and (waits and time.sleep(30), read(table))[1]
