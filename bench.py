@@ -1950,8 +1950,8 @@ COMM_COLUMNS = ("shape", "ranks", "tokens", "sent", "rows", "wire", "exchange", 
 def comm(args, flags):
     """Times the four exchanges of an expert layer between ranks, in each wire format. Start it with torchrun.
 
-    sent=once: each token once to each rank that holds experts of its top k; sent=pairs: once for each expert, as a wire
-    without that does. ms: the slowest rank's, median of 20. dispatch is quantising, counting, the host's read, sending and
+    sent=once: each token once to each rank that holds experts of its top k; sent=pairs: once for each expert, quantised once,
+    and summed where it comes from, as a wire without that does. ms: the slowest rank's, median of 20. dispatch is quantising, counting, the host's read, sending and
     fan-out to experts; combine is sending home and the sum there; combine's backward quantises dy and fans it out as rows and
     columns; dispatch's backward brings dx and the weights' gradients home. mb: what a rank sends; gb_per_s: of what goes to
     others. One row an exchange in --out, results/<card>/comm.csv if not given. Without GPUs it runs on gloo, for tests.
@@ -2018,22 +2018,19 @@ def exchanges_of(T, config, recipe, pairs):
     router = model.Router(config).to(device)
     ids = router.select(torch.sigmoid(torch.randn(T, config.n_experts, device=device))).int()
     x, weights = torch.randn(T, config.hidden, device=device).to(dtype), torch.rand(ids.shape, device=device)
-    if pairs:
-        x, ids, weights = x.repeat_interleave(config.top_k, 0), ids.view(-1, 1), weights.view(-1, 1)
-        config = dataclasses.replace(config, top_k=1)
     x, weights, state = x.requires_grad_(), weights.requires_grad_(), types.SimpleNamespace()
     local = torch.empty(config.n_experts // group.size(), 0, 0, device=device)  # as many experts as here, for their number's sake
+    per, top_k = (config.top_k, 1) if pairs else (1, config.top_k)
 
     def dispatch():
         sent = quant.Activation(x, recipe, *quant._quantize_rows(x.detach(), {recipe.dispatch}))
-        got = model.dispatch(sent, ids, weights, group, config.n_experts)
+        got = model._send(sent, ids.view(-1, top_k), weights.view(-1, top_k), group, config.n_experts, per)
         read = got.x.detach() if got.payload is None else got.payload
         state.got, state.groups = got, quant._groups(got.ids, local, got.num_pairs)
         quant._fan_out_rows(read, state.groups, recipe.compute)
 
     def combine():
-        y = torch.zeros(len(state.got.ids), config.hidden, device=device, dtype=dtype, requires_grad=True)
-        y = ToExperts.apply(y, state.groups, recipe)
+        y = ToExperts.apply(state.y, state.groups, recipe)
         route, way = state.got.route, []
         state.out = model._Home.apply(model._Leave.apply(y, route, recipe, way, False), route, recipe, way)
 
@@ -2041,23 +2038,24 @@ def exchanges_of(T, config, recipe, pairs):
         torch.autograd.backward([state.got.x, state.got.weights], [state.dx, state.dweights])
 
     def prepare():
-        """Gradients of the right shapes; not timed."""
-        state.dy, state.dx = torch.randn_like(x), torch.randn(len(state.got.ids), config.hidden, device=device).to(dtype)
+        """Experts' sums and gradients of the right shapes; not timed."""
+        like = torch.randn(len(state.got.ids), config.hidden, device=device).to(dtype)
+        state.y, state.dx, state.dy = like.requires_grad_(), like.detach(), torch.randn_like(x)
         state.dweights, x.grad, weights.grad = torch.rand_like(state.got.weights), None, None
 
     yield dispatch, combine, lambda: state.out.backward(state.dy), dispatch_backward, prepare
-    yield state.got.route, model.message_bytes(config, recipe, dtype)
+    yield state.got.route, model.message_bytes(dataclasses.replace(config, top_k=top_k), recipe, dtype)
 
 
 def timed(works, rounds=20):
-    """Median ms of each of the first four calls, made one after the other; the last prepares gradients. All ranks begin each
+    """Median ms of each of the first four calls, made one after the other; the last prepares what they need. All ranks begin each
     together, the L2 cache flushed; the GPU sleeps for as long as the CPU needs to send the call."""
     *works, prepare = works
     gpu, times = torch.cuda.is_available(), [[] for _ in works]
     flush = torch.empty(2**28, dtype=torch.uint8, device="cuda") if gpu else None
     for _ in range(rounds + 3):  # three to warm up
         for i, work in enumerate(works):
-            if i == 2:
+            if i == 1:
                 prepare()
             if not gpu:
                 dist.barrier()

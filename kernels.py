@@ -1992,9 +1992,16 @@ def _place_tokens(ids, counts, token, row, both, T, local, chunks, K: tl.constex
 
 
 @triton.jit
-def _pack_words(out, first, second, rows, to, tile_k, K: tl.constexpr, L: tl.constexpr):
-    """The last two parts of messages of L words, rows of K words, if any; `out` is where they begin in the first message."""
+def _words_at(messages, begin: tl.constexpr):
+    """Words of messages, bytes, from byte `begin` on, where a part begins."""
+    return tl.multiple_of((messages + begin).to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit
+def _pack_words(messages, begin: tl.constexpr, first, second, rows, to, tile_k, K: tl.constexpr, L: tl.constexpr):
+    """The last two parts of messages of L words, rows of K words, if any; in a message they begin at byte `begin`."""
     size: tl.constexpr = (K + 3) // 4 * 4
+    out = _words_at(messages, begin)
     k, col0 = tl.arange(0, triton.next_power_of_2(size)), _origin(tile_k, 1)
     if first is not None:
         _scatter(out, _gather(first, rows, col0, k, K, 1, K, 0), to, col0, k, L, 1, size)
@@ -2003,15 +2010,16 @@ def _pack_words(out, first, second, rows, to, tile_k, K: tl.constexpr, L: tl.con
 
 
 @triton.jit(do_not_specialize=["M"])
-def _pack_rows(data, scale, s_row, s_col, first, second, index, out, parts, words, M, W: tl.constexpr, S: tl.constexpr,
-               K: tl.constexpr, L: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Rows of W words by index, with S scales if any (MXFP4's bytes, or of FP8's the exponent) -> messages `out` of L words, of
-    which `parts` sees the bytes from the scales on, and `words` the words from `first` on. Index -1: nothing is written."""
+def _pack_rows(data, scale, s_row, s_col, first, second, index, out, M, W: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
+               PER: tl.constexpr, L: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Rows of W words by index, with S scales if any (MXFP4's bytes, or of FP8's the exponent) -> messages `out`, bytes, of L
+    words. PER rows of `first` and `second` share one of data. Index -1: nothing is written."""
     tile_m, tile_k = _tile(W, C)
     row0, r, c = _origin(tile_m, R), tl.arange(0, R), tl.arange(0, C)
-    rows = _source(index, row0, r, M, 1)
+    rows = _source(index, row0, r, M, PER)
     to = tl.where(rows < 0, -1, row0 + r)
-    _scatter(out, _gather(data, rows, _origin(tile_k, C), c, W, 1, W, 0), to, _origin(tile_k, C), c, L, 1, W)
+    codes = _gather(data, rows, _origin(tile_k, C), c, W, 1, W, 0)
+    _scatter(_words_at(out, 0), codes, to, _origin(tile_k, C), c, L, 1, W)
     if tile_k == 0:
         if scale is not None:
             size: tl.constexpr = (S + 15) // 16 * 16
@@ -2019,19 +2027,19 @@ def _pack_rows(data, scale, s_row, s_col, first, second, index, out, parts, word
             scales = _gather(scale, rows, col0, s, s_row, s_col, S, 0)
             if scale.dtype.element_ty == tl.float32:
                 scales = ((_bits(scales) >> 23) & 255).to(tl.uint8)
-            _scatter(parts, scales, to, col0, s, L * 4, 1, size)
-        _pack_words(words, first, second, rows, to, tile_k, K, L)
+            _scatter(out + W * 4, scales, to, col0, s, L * 4, 1, size)
+        _pack_words(out, W * 4 + (S + 15) // 16 * 16, first, second, _source(index, row0, r, M, 1), to, tile_k, K, L)
 
 
 @triton.jit(do_not_specialize=["M"])
-def _quantize_to_messages(x, x_row, x_col, first, second, index, out, parts, words, M, H: tl.constexpr, K: tl.constexpr,
+def _quantize_to_messages(x, x_row, x_col, first, second, index, out, M, H: tl.constexpr, K: tl.constexpr, PER: tl.constexpr,
                           L: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """_pack_rows of float rows [T, H], which become FP8 on the way; `out` sees bytes."""
+    """_pack_rows of float rows [T, H], which become FP8 on the way."""
     tile_m, tile_k = _tile(H, C)
     n: tl.constexpr = C // 128
     blocks: tl.constexpr = (H + 127) // 128
     row0, r, c = _origin(tile_m, R), tl.arange(0, R), tl.arange(0, C)
-    rows = _source(index, row0, r, M, 1)
+    rows, parts = _source(index, row0, r, M, PER), out + H
     to = tl.where(rows < 0, -1, row0 + r)
     codes, scales = _to_fp8(_float(_gather(x, rows, _origin(tile_k, C), c, x_row, x_col, H, 0)))
     _scatter(out, codes, to, _origin(tile_k, C), c, L * 4, 1, H)
@@ -2040,22 +2048,22 @@ def _quantize_to_messages(x, x_row, x_col, first, second, index, out, parts, wor
         if blocks % 16 != 0:
             zeros = tl.zeros((R, 16), tl.uint8)
             _scatter(parts + blocks, zeros, to, _origin(tile_k, 1), tl.arange(0, 16), L * 4, 1, 16 - blocks % 16)
-        _pack_words(words, first, second, rows, to, tile_k, K, L)
+        _pack_words(out, H + (blocks + 15) // 16 * 16, first, second, _source(index, row0, r, M, 1), to, tile_k, K, L)
 
 
 @triton.jit(do_not_specialize=["M", "begin", "end"])
-def _unpack_rows(parts, words, scale, s_row, s_col, ids, weights, begin, end, M, S: tl.constexpr, K: tl.constexpr,
-                 L: tl.constexpr, R: tl.constexpr):
-    """Of messages as _pack_rows makes them each of scale (FP8's), ids and weights that is not None; ids less `begin`, -1 where
-    they are not below `end`."""
+def _unpack_rows(messages, scale, s_row, s_col, ids, weights, begin, end, M, CODES: tl.constexpr, S: tl.constexpr,
+                 K: tl.constexpr, L: tl.constexpr, R: tl.constexpr):
+    """Of messages as _pack_rows makes them, of which CODES bytes are codes, each of scale (FP8's), ids and weights that is not
+    None; ids less `begin`, -1 where they are not below `end`."""
     row0, r, col0 = _origin(tl.program_id(0), R), tl.arange(0, R), _origin(tl.program_id(0), 0)
     if scale is not None:
         s = tl.arange(0, triton.next_power_of_2(S))
-        byte = _load(parts, row0, r, col0, s, L * 4, 1, M, S).to(tl.int32)
+        byte = _load(messages + CODES, row0, r, col0, s, L * 4, 1, M, S).to(tl.int32)
         _store(scale, tl.where(byte == 255, float("nan"), _from_bits(byte << 23)), row0, r, col0, s, s_row, s_col, M, S)
     if ids is not None:
         size: tl.constexpr = (K + 3) // 4 * 4
-        k = tl.arange(0, triton.next_power_of_2(K))
+        k, words = tl.arange(0, triton.next_power_of_2(K)), _words_at(messages, CODES + (S + 15) // 16 * 16)
         expert = _load(words, row0, r, col0, k, L, 1, M, K)
         _store(ids, tl.where((expert >= begin) & (expert < end), expert - begin, -1), row0, r, col0, k, K, 1, M, K)
         _store(weights, _load(words + size, row0, r, col0, k, L, 1, M, K), row0, r, col0, k, K, 1, M, K)
@@ -2666,7 +2674,8 @@ def fan_out_rows(x, index, end=None, per=1):
     out = x.new_empty((len(index), x.shape[1]))
     if not len(x):
         return out.zero_()
-    _launch_fan_out(_bytes(x.contiguous()), None, (out, None), index, end, per)
+    x = x if x.stride(1) == 1 else x.contiguous()  # rows may lie apart, as in messages
+    _launch_fan_out(_bytes(x), None, (out, None), index, end, per)
     return out
 
 
@@ -2849,45 +2858,38 @@ def place_messages(ids, local, ranks, both):
     return token, row
 
 
-def _parts(messages, codes, scales):
-    """Messages as kernels see them: their words; the bytes behind those of the codes, where scales begin; the words behind these;
-    and the words of one."""
-    begin, words = _cdiv(codes, PART) * PART, messages.view(torch.int32)
-    return words, messages[:, begin:], words[:, (begin + _cdiv(scales, PART) * PART) // 4:], words.shape[1]
-
-
-def pack_rows(data, scale, others, index, size):
-    """Rows of contiguous data [T, ..], a multiple of PART bytes each, their scale unless None, and up to two of [T, K], four
-    bytes each, side by side -> messages [N, size] uint8; all rows, or those in index [N] int32, of which -1 writes nothing."""
+def pack_rows(data, scale, others, index, size, per=1):
+    """Rows of contiguous data [T, ..], a multiple of PART bytes each, their scale unless None, and up to two of [T * per, K],
+    four bytes each, side by side -> messages [N, size] uint8; all rows, or those in index [N] int32, which counts as the last
+    two do and of which -1 writes nothing."""
     N, codes = len(data if index is None else index), data.shape[1] * data.element_size()
     S, where = (0, (None, 0, 0)) if scale is None else (scale.shape[1], (scale, *scale.stride()))
-    out = data.new_empty((N, size), dtype=torch.uint8)
-    words, parts, behind, L = _parts(out, codes, S)
-    first, second = [*map(_words, others), None, None][:2]
-    W, C = codes // 4, 256
-    _launch(_pack_rows, _cdiv(N, 8) * _cdiv(W, C), _words(data), *where, first, second, index, words, parts, behind, N, W, S,
-            others[0].shape[1] if others else 1, L, 8, C)
+    out, W, C = data.new_empty((N, size), dtype=torch.uint8), codes // 4, 256
+    _launch(_pack_rows, _cdiv(N, 8) * _cdiv(W, C), _words(data), *where, *_other_parts(others), index, out, N, W, S,
+            others[0].shape[1] if others else 1, per, size // 4, 8, C)
     return out
 
 
-def quantize_to_messages(x, others, index, size):
+def _other_parts(others):
+    return [*map(_words, others), None, None][:2]
+
+
+def quantize_to_messages(x, others, index, size, per=1):
     """pack_rows of what quantize_fp8_rows makes of x [T, H], PART | H."""
     N, H = len(x if index is None else index), x.shape[1]
     out, C = x.new_empty((N, size), dtype=torch.uint8), _columns(H, 256)
-    _, parts, behind, L = _parts(out, H, _cdiv(H, 128))
-    first, second = [*map(_words, others), None, None][:2]
-    _launch(_quantize_to_messages, _cdiv(N, 16) * _cdiv(H, C), x, *x.stride(), first, second, index, out, parts, behind, N, H,
-            others[0].shape[1] if others else 1, L, 16, C)
+    _launch(_quantize_to_messages, _cdiv(N, 16) * _cdiv(H, C), x, *x.stride(), *_other_parts(others), index, out, N, H,
+            others[0].shape[1] if others else 1, per, size // 4, 16, C)
     return out
 
 
 def unpack_rows(messages, codes, scales, scale=None, ids=None, weights=None, held=range(0)):
     """Of messages that begin with so many bytes of codes and so many scales: into each tensor that is given FP8's scale [N, S],
     ids and weights [N, K], contiguous. ids count from the first of `held`, and are -1 for what is not in it."""
-    (_, parts, words, L), N, R = _parts(messages, codes, scales), len(messages), 32
+    (N, size), R = messages.shape, 32
     where = (None, 0, 0) if scale is None else (scale, *scale.stride())
-    _launch(_unpack_rows, _cdiv(N, R), parts, words, *where, ids, _words(weights), held.start, held.stop, N, scales,
-            1 if ids is None else ids.shape[1], L, R)
+    _launch(_unpack_rows, _cdiv(N, R), messages, *where, ids, _words(weights), held.start, held.stop, N, codes, scales,
+            1 if ids is None else ids.shape[1], size // 4, R)
 
 
 def clear_empty_experts(out, offsets):

@@ -580,7 +580,7 @@ class _Exchange:
 
     def __init__(self, rows: Tensor, route: Route, home: bool = False):
         sent, received = (route.received, route.sent) if home else (route.sent, route.received)
-        self.rows, self.arriving = rows, rows.new_empty(sum(received), rows.shape[1])
+        self.route, self.rows, self.arriving = route, rows, rows.new_empty(sum(received), rows.shape[1])
         self.work = dist.all_to_all_single(self.arriving, rows, received, sent, group=route.group, async_op=True)
 
     def wait(self) -> Tensor:
@@ -588,30 +588,41 @@ class _Exchange:
         return self.arriving
 
 
-def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup, num_experts: int) -> Received:
+def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup, num_experts: int, per: int = 1) -> Received:
+    """per: of how many rows of ids and weights, each sent as a message of its own, a token is the source; bench.py measures so
+    what a wire costs that sends a token once to each expert. Gradients of their weights then come back in one sum."""
     recipe, local, ids = x.recipe, num_experts // group.size(), ids.int()
     token_N, row_TR, counts_2R2 = _plan(ids, local, group.size())
     counting = dist.all_to_all_single(counts_2R2[1], counts_2R2[0], group=group, async_op=True)
     # packed before their number is known, so that the GPU has work while the host waits for it
-    rows = quant.pack(x.format(recipe.dispatch), recipe.dispatch, ids, weights.detach(), index=token_N)
+    rows = quant.pack(x.format(recipe.dispatch), recipe.dispatch, ids, weights.detach(), index=token_N, per=per)
+    if per > 1:
+        token_N, row_TR, weights = token_N // per, row_TR.amax(1).view(-1, per), weights[:len(ids) // per]
     (sent, _), (received, pairs) = (map(list, zip(*counts_R2)) for counts_R2 in _read(counts_2R2, counting))
     route = Route(group, token_N[:sum(sent)], row_TR, sent, received, range(group.rank() * local, (group.rank() + 1) * local))
-    way = []
-    x, weights, ids, *payload = _Send.apply(x.x, weights, rows[:sum(sent)], route, recipe, way)
+    exchange, way = _Exchange(rows[:sum(sent)], route), []
+    x, weights, ids, *payload = _Send.apply(x.x, weights, exchange, recipe, way)
     payload = {"bf16": lambda: None, "fp8": quant.Fp8, "fp4": quant.Fp4}[recipe.dispatch](*payload)
     return Received(x, ids, weights, payload, recipe, sum(pairs), functools.partial(_depart, route, recipe, way), route)
 
 
 def _read(counts: Tensor, counting: dist.Work) -> list:
     """The host's one read of a layer: it waits for the exchange of counts, and for nothing that was begun since."""
-    with torch.cuda.stream(_reader(counts.device)) if counts.is_cuda else contextlib.nullcontext():
+    if not counts.is_cuda:
         counting.wait()
         return counts.tolist()
+    stream, here = _reader(counts.device, counts.shape)
+    with torch.cuda.stream(stream):
+        counting.wait()
+        here.copy_(counts, non_blocking=True)
+    stream.synchronize()
+    return here.tolist()
 
 
 @functools.cache
-def _reader(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _reader(device: torch.device, shape: torch.Size) -> tuple[torch.cuda.Stream, Tensor]:
+    """A stream to read counts on, and pinned memory for them, which a GPU writes to without the driver's help."""
+    return torch.cuda.Stream(device), torch.empty(shape, dtype=torch.int32, pin_memory=True)
 
 
 def _depart(route: Route, recipe: Recipe, way: list, dx: Tensor, dweights: Tensor):
@@ -640,10 +651,10 @@ class _Send(torch.autograd.Function):
     before, backward does."""
 
     @staticmethod
-    def forward(ctx, x, weights, rows, route, recipe, way):
-        K = weights.shape[1]
+    def forward(ctx, x, weights, exchange, recipe, way):
+        K, route = weights.shape[1], exchange.route
         ctx.route, ctx.recipe, ctx.way, ctx.kinds = route, recipe, way, (*_kind(x), (weights.dtype, K))
-        message = _Exchange(rows, route).wait()
+        message = exchange.wait()
         q, ids, weights = quant.unpack_tokens(message, recipe.dispatch, *_kind(x), K, route.held)
         received = [q] if isinstance(q, Tensor) else [quant.carrier(_rows(x, len(message))), *q]
         ctx.mark_non_differentiable(ids, *received[1:])
@@ -659,7 +670,7 @@ class _Send(torch.autograd.Function):
             raise RuntimeError("gradients of dispatched tokens departed before their last reader had added to them")
         dx, dweights = quant.unpack(exchange.wait(), ctx.recipe.combine, *ctx.kinds)
         row_TR = ctx.route.row_TR
-        return quant.sum_rows(dx, row_TR, ctx.kinds[1]), quant.sum_rows(dweights, row_TR), None, None, None, None
+        return quant.sum_rows(dx, row_TR, ctx.kinds[1]), quant.sum_rows(dweights, row_TR), None, None, None
 
 
 class _Leave(torch.autograd.Function):

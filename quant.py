@@ -466,9 +466,10 @@ def message_bytes(*packed) -> int:
     return sum(-(-columns * kind.itemsize // PART) * PART for kind, columns in _message_parts(*packed))
 
 
-def pack(x: Tensor | Fp8 | Fp4, name: str, *others: Tensor, index: Tensor | None = None) -> Tensor:
-    """Rows x [T, H], brought to format name, and up to two others [T, K] of four bytes each side by side: uint8 [N, L], which
-    every backend sends; FP8 types not all do. All rows, or those in index [N] int32; index -1 stands for any bytes."""
+def pack(x: Tensor | Fp8 | Fp4, name: str, *others: Tensor, index: Tensor | None = None, per: int = 1) -> Tensor:
+    """Rows x [T, H], brought to format name, and up to two others [T * per, K] of four bytes each side by side: uint8 [N, L],
+    which every backend sends; FP8 types not all do. All rows, or those in index [N] int32, which counts as the others do; -1
+    stands for any bytes. per: so many rows of others share one of x, each a message of its own; with an index."""
     codes, scale = x if isinstance(x, tuple) else (x, None)
     plain = scale is None and name != "fp8"
     if plain and not others and index is None:
@@ -477,13 +478,13 @@ def pack(x: Tensor | Fp8 | Fp4, name: str, *others: Tensor, index: Tensor | None
         width, dtype = codes.shape[1] * (2 if isinstance(x, Fp4) else 1), codes.dtype
         size = message_bytes(name, width, dtype, *((t.dtype, t.shape[1]) for t in others))
         if scale is None and not plain:
-            return kernels.quantize_to_messages(codes, others, index, size)
-        return kernels.pack_rows(codes, scale, others, index, size)
+            return kernels.quantize_to_messages(codes, others, index, size, per)
+        return kernels.pack_rows(codes, scale, others, index, size, per)
     x = narrow(x, name)
     if isinstance(x, Fp8):
         x = x.data, (x.scale.view(torch.int32) >> 23).to(torch.uint8)  # the biased exponent, 255 for NaN
     parts = []
-    for t in (*(x if isinstance(x, tuple) else [x]), *others):
+    for t in (*(t.repeat_interleave(per, 0) for t in (x if isinstance(x, tuple) else [x])), *others):
         parts.append(t.contiguous().view(torch.uint8))
         if short := -parts[-1].shape[1] % PART:
             parts.append(parts[-1].new_zeros(1, short).expand(len(t), short))
@@ -513,9 +514,10 @@ def _scale_of(message: Tensor, data: Tensor, byte: Tensor, *beside) -> Tensor:
 def unpack_tokens(message: Tensor, name: str, width: int, dtype: torch.dtype, top_k: int, held: range):
     """x, ids, weights of tokens that were packed with ids and weights [N, K]: x as unpack gives it, the others contiguous. ids
     count from the first expert that is held here, and are -1 for those that are not."""
-    *codes, sent_ids, sent_weights = _parts_of(message, name, width, dtype, (torch.int32, top_k), (torch.float32, top_k))
-    ids, weights = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (sent_ids, sent_weights))
+    codes = _parts_of(message, name, width, dtype)
+    ids, weights = (message.new_empty((len(message), top_k), dtype=kind) for kind in (torch.int32, torch.float32))
     if not _on_gpu(message):
+        *_, sent_ids, sent_weights = _parts_of(message, name, width, dtype, (torch.int32, top_k), (torch.float32, top_k))
         weights.copy_(sent_weights)
         ids = torch.where((sent_ids >= held.start) & (sent_ids < held.stop), sent_ids - held.start, -1)
     if name == "fp8":
@@ -530,7 +532,8 @@ def _parts_of(message: Tensor, *packed) -> list[Tensor]:
     parts, start = [], 0
     for kind, columns in _message_parts(*packed):
         size = columns * kind.itemsize
-        parts.append(message[:, start:start + size].view(kind))
+        part = message.narrow(1, start, size)
+        parts.append(part if kind is torch.uint8 else part.view(kind))
         start += -(-size // PART) * PART
     return parts
 

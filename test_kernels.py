@@ -663,6 +663,9 @@ def test_messages(name, width, K, monkeypatch):
             sent = slice(None) if index is None else (index >= 0).nonzero().squeeze(1)
             assert message.shape == want.shape
             assert_same([message.cpu()[sent]], [want[sent]])
+    message, want = both_ways(lambda q, *others, index: quant.pack(q, name, *others, index=index, per=3), q, ids.repeat(3, 1),
+                              torch.rand(111, K, generator=g), index=torch.tensor([4, 110, -1, 0, 36, 50]).int())
+    assert_same([message.cpu()[[0, 1, 3, 4, 5]]], [want[[0, 1, 3, 4, 5]]])
     message = quant.pack(q, name, ids, p)
     read = name, width, torch.bfloat16, (torch.int32, K), (torch.float32, K)
     got, want = both_ways(lambda message: quant.unpack(message, *read), message)

@@ -106,9 +106,10 @@ def flags(config):
 # ---- processes ----
 
 
-def launch(work, *args, ranks=2):
-    """Runs work(*args) on gloo ranks; returns (exit code, result, error text) of each. All must end within 60 s."""
-    server = multiprocessing.get_context("forkserver")
+def launch(work, *args, ranks=2, gpus=False):
+    """Runs work(*args) on gloo ranks; returns (exit code, result, error text) of each. All must end within 60 s. gpus: in
+    processes that may use them, which those forked from one that has asked for them may not."""
+    server = multiprocessing.get_context("spawn" if gpus else "forkserver")
     server.set_forkserver_preload(["train", "test_train"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
