@@ -67,6 +67,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read by torch's import; on a busy CPU, spinning threads cost 8x
 # read when a GPU's first memory is taken: gradients and activations, which come and go in turns, share what they free
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+# read when ranks join: exchanges go before kernels that wait for room, so that a host hears of counts while messages are packed
+os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
 
 import torch
 import torch.distributed as dist
@@ -839,7 +841,8 @@ def gradients(net, micro_batches, device, layout=None):
         if isinstance(net, FSDPModule):
             net.set_requires_all_reduce(i == len(micro_batches))  # copies of a part are added up once a step
         _, loss = net(to_device(tokens_BS), to_device(targets_BS), num_tokens)
-        loss.backward()
+        with torch.autograd.set_multithreading_enabled(False):  # the host launches as much in two thirds of the time
+            loss.backward()
         loss_sum += loss.detach()
     add_up_gradients(net, layout)
     loss, square = total(torch.stack([loss_sum, square_sum(net, layout)])).float()
