@@ -1897,14 +1897,14 @@ def differences(name, before, now, limit=0.05):
 
 RUN_FLAGS = ("precision", "compute", "save", "save_h", "wire", "recompute", "ep", "fsdp", "batch_size", "seq_len", "grad_accum",
              "moments")
-RUN_COLUMNS = ("preset", "changes", "ranks", *RUN_FLAGS, "steps", "tokens_per_s", "peak_gib", *COLUMNS[-5:])
+RUN_COLUMNS = ("preset", "changes", "ranks", *RUN_FLAGS, "steps", "tokens_per_s", "peak_gib", "rank_balance", *COLUMNS[-5:])
 
 
 def runs(args, flags):
     """A table of whole training runs, from the folders that train.py wrote: settings, speed, memory.
 
-    changes: what of the model differs from the preset. tokens_per_s: of all ranks, the median over the steps behind the fifth;
-    peak_gib: of rank 0. Start it where the runs ran: but for runs of `loss`, card, versions and commit are taken from here.
+    changes: what of the model differs from the preset. tokens_per_s: of all ranks, and rank_balance, the most that a rank's
+    experts have to do over the mean: medians over the second half of the steps, from the sixth on; peak_gib: of rank 0. Start it where the runs ran: but for runs of `loss`, card, versions and commit are taken from here.
     """
     if flags:
         raise ValueError(f"bench.py runs has no flag {flags[0]}: see bench.py runs --help.")
@@ -1913,15 +1913,17 @@ def runs(args, flags):
         config, log = read_run(folder)
         notes, noted = (json.loads(path.read_text()) if path.exists() else {}
                         for path in (folder / "config.json", folder / "environment.json"))
-        if "ranks" not in notes:
-            raise ValueError(f"{folder} is of an older train.py, which did not note how many ranks it had.")
+        if "ranks" not in notes or "rank_balance" not in log[-1]:
+            raise ValueError(f"{folder} is of an older train.py, which did not note how many ranks it had and what they did.")
         usual = dataclasses.asdict(PRESETS[config["preset"] or "tiny"])
-        speeds = [row["tokens_per_s"] for row in log if row["step"] > 5 and "skipped" not in row]
-        if not speeds:
+        timed = [row for row in log if row["step"] > max(5, log[-1]["step"] // 2) and "skipped" not in row]
+        median = lambda name: statistics.median(row[name] for row in timed)
+        if not timed:
             raise ValueError(f"{folder} has no step behind the fifth: train for longer.")
         row = {"preset": config["preset"] or "tiny", "steps": log[-1]["step"], "ranks": notes["ranks"],
                "changes": " ".join(f"{name}={value}" for name, value in notes["model"].items() if value != usual.get(name)),
-               "tokens_per_s": round(statistics.median(speeds), 1), "peak_gib": round(max(row["peak_gib"] for row in log), 2)}
+               "tokens_per_s": round(median("tokens_per_s"), 1), "rank_balance": round(median("rank_balance"), 4),
+               "peak_gib": round(max(row["peak_gib"] for row in log), 2)}
         row |= {name: config[name] for name in RUN_FLAGS}
         rows.append(row | {name: (noted or environment())[name] for name in COLUMNS[-5:]})
         print("{preset} {changes} on {ranks}, {precision}, recompute {recompute}, ep {ep}, fsdp {fsdp}: {tokens_per_s:.0f}"
@@ -2098,7 +2100,8 @@ CARDS = {"h200": Card(139.8, 989, 4.27), "h100-80g": Card(79.1, 989, 2.98), "h80
          "h20-96g": Card(95.2, 148, 3.56)}
 BETWEEN_HOSTS = 50  # GB/s a direction and GPU, with a 400 Gbit/s adapter each
 ATTENTION = 538e12, 417e12  # FLOP/s of cuDNN on an H200, causal, 4096 tokens: forward; forward and backward, seven products
-LAUNCHES = 280  # of a MoE layer, forward and backward, as a profile of a V3 slice counted them
+HOT = 1217 / 1385  # of a GEMM's rate on a card that paused before it, as gemm.csv has them, what one after the other leaves
+LAUNCHES = 150  # of a MoE layer, forward and backward, as profiles of slices counted them (145 to 155)
 ONCE = "optimizer", "weights", "gradients of copies"  # a step, not a micro-batch
 PLAN_DEFAULTS = "--preset=v3", "--seq_len=4096", "--batch_size=1", "--moments=bf16"
 ASSUMED = """\
@@ -2204,6 +2207,7 @@ def step_ms(s, card, ranks=1, wire_gb_s=0):
     for op in work["layers"] + work["ends"]:
         what = "GEMMs" if op.shape else "attention" if op.kind.startswith("attention") else "data movement"
         ms[what] += 1e3 * seconds(op, card)
+    ms["GEMMs"] /= HOT
     launches = LAUNCHES * len(s.layers)
     ms["small launches"] = 1e-3 * max(launches - len(work["layers"]), 0) * shortest_us()
     ms["waiting for the host"] = max(1e-3 * launches * host_cost() - sum(ms.values()), 0)

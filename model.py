@@ -1003,23 +1003,25 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def update_balance(self, move: bool | Tensor = True) -> Tensor:
-        """Once after each optimizer step: move the balance biases against the step's loads, clear them; -> max / mean load.
+        """Once after each optimizer step: move the balance biases against the step's loads, clear them; -> [2], max / mean load
+        of experts, and of the ranks that hold them, in the mean of the layers.
 
-        bias += u * sign(mean - load), load summed over all ranks and micro-batches (arXiv 2408.15664). Mean of the layers, 0-dim.
-        move=False (or a tensor that is), after a skipped step, only clears the loads."""
+        bias += u * sign(mean - load), load summed over all ranks and micro-batches (arXiv 2408.15664). move=False (or a tensor
+        that is), after a skipped step, only clears the loads."""
         routers = [m for m in self.modules() if isinstance(m, Router)]
         if not routers:
-            return torch.ones(())
+            return torch.ones(2)
         load = torch.stack([r.load for r in routers])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(load)
-        load = load.double()
+        load, ranks = load.double(), self.ep.size() if self.ep is not None else 1
         mean = load.mean(1, keepdim=True)
         for router, sign in zip(routers, (mean - load).sign()):
             if router.gate.balanced:
                 router.bias += self.config.balance_rate * (sign * move).to(router.bias.dtype)
             router.load.zero_()
-        return (load.amax(1) / mean.squeeze(1).clamp(min=1 / load.shape[1])).mean().float()
+        most = torch.stack([load.amax(1), load.unflatten(1, (ranks, -1)).mean(2).amax(1)])
+        return (most / mean.squeeze(1).clamp(min=1 / load.shape[1])).mean(1).float()
 
 
 @functools.cache  # once

@@ -185,14 +185,15 @@ def a_run(folder, speeds, ranks=2, changes={}, **settings):
     folder.mkdir()
     notes = {"config": asdict(config), "model": asdict(replace(PRESETS["v2-lite"], **changes)), "ranks": ranks}
     (folder / "config.json").write_text(json.dumps(notes))
-    rows = [{"step": i, "tokens_per_s": speed, "peak_gib": 30 + min(i, 3)} for i, speed in enumerate(speeds, 1)]
+    rows = [{"step": i, "tokens_per_s": speed, "peak_gib": 30 + min(i, 3), "rank_balance": 1 + 1 / i}
+            for i, speed in enumerate(speeds, 1)]
     (folder / "log.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return config
 
 
 def test_a_table_of_whole_runs(tmp_path):
-    """Speeds before the sixth step do not count; a row brings back the settings of its run."""
-    a_run(tmp_path / "a", [1, 2, 3, 4, 5, 700, 500, 600], ep=2, moments="bf16", seq_len=4096, batch_size=1)
+    """The second half's speeds count, from the sixth step on; a row brings back the settings of its run."""
+    a_run(tmp_path / "a", [1, 2, 3, 4, 5, 9, 9, 9, 700, 500, 600, 500, 800, 700, 600], ep=2, moments="bf16", seq_len=4096, batch_size=1)
     b = a_run(tmp_path / "b", range(1, 8), 4, dict(n_layers=4), ep=2, fsdp=4, wire="fp4-fp8", recompute="norm,mla_up",
               grad_accum=2)
     (tmp_path / "b" / "environment.json").write_text(json.dumps({"arm": "mxfp4"} | WHERE))
@@ -200,7 +201,8 @@ def test_a_table_of_whole_runs(tmp_path):
     rows = bench.read_table(tmp_path / "ep.csv")
     assert [tuple(row) for row in rows] == [bench.RUN_COLUMNS] * 2
     assert [(row["tokens_per_s"], row["peak_gib"], row["ranks"], row["changes"], row["steps"]) for row in rows] == [
-        ("600", "33", "2", "", "8"), ("6.5", "33", "4", "n_layers=4", "7")]
+        ("600.0", "33", "2", "", "15"), ("6.5", "33", "4", "n_layers=4", "7")]
+    assert float(rows[1]["rank_balance"]) == pytest.approx(1 + (1 / 6 + 1 / 7) / 2, abs=1e-4)
     assert rows[1]["device"] == "NVIDIA H200" and rows[0]["device"] != "NVIDIA H200"
     config = bench.config_of(rows[1])
     assert config.model == {"n_layers": 4}

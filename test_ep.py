@@ -265,9 +265,10 @@ def check_identity_experts_case_17(wire):
 def check_balance_case_14():
     """Loads are summed over all ranks, so that biases stay the same on all, here after 20 steps on own tokens."""
     rank, net = dist.get_rank(), build("mxfp4", world())
-    router = next(m for m in net.modules() if isinstance(m, Router))
+    router, *others = (m for m in net.modules() if isinstance(m, Router))
     router.load[:2] = torch.tensor([8, 0] if rank == 0 else [0, 4] if rank == 1 else [0, 0])
-    net.update_balance()
+    balances = net.update_balance()  # both experts are rank 0's
+    assert balances.tolist() == pytest.approx([8 / 1.5 / (1 + len(others)), dist.get_world_size() / (1 + len(others))])
     assert torch.equal(router.bias, torch.tensor([-0.001, -0.001] + [0.001] * 6)) and not router.load.any()
     for i in range(20):
         ids = torch.randint(CONFIG.vocab_size, (1, 8), generator=torch.Generator().manual_seed(100 * i + rank))

@@ -311,7 +311,7 @@ def test_what_fails_in_reading_ahead_costs_no_step(micro, monkeypatch):
 def test_log_has_one_row_a_step(micro):
     last = train.main(micro(precision="mxfp4", steps=4, eval_every=2, recompute="attn,moe"))
     log = rows(micro().out_dir)
-    keys = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "tflops", "mfu", "peak_gib", "balance"}
+    keys = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "tflops", "mfu", "peak_gib", "balance", "rank_balance"}
     evaluated = keys | {"val_loss", "val_loss_quantized"}
     assert [row["step"] for row in log] == [1, 2, 3, 4]
     assert [set(row) for row in log] == [keys, evaluated, keys, evaluated]

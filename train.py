@@ -876,7 +876,7 @@ def update(net, optimizer, loss, norm, lr, largest):
     """AdamW's step on gradients of this norm, brought down to `largest` (0: as they are), and the balance bias's.
 
     Neither is taken where loss or norm is not finite: weights, moments and bias stay. What decides are tensors, so that
-    the host need not wait for a GPU. Returns max / mean load of the experts, a tensor []."""
+    the host need not wait for a GPU. Returns max / mean load of experts and of ranks, a tensor [2]."""
     fine = torch.isfinite(loss) & torch.isfinite(norm)
     optimizer.grad_scale = (norm / largest).clamp(min=1) if largest else None
     optimizer.found_inf = (~fine).float()
@@ -892,12 +892,12 @@ def train_step(run, config):
     torch.manual_seed(((config.seed * 2**24 + step) * 2**12 + rank()) % 2**63)  # whatever was drawn before
     lr = learning_rate(step, config)
     loss, norm, tokens = gradients(run.net, run.batches.next(), run.device, run.layout)
-    balance = update(run.net, run.optimizer, loss, norm, lr, config.grad_clip)
+    balances = update(run.net, run.optimizer, loss, norm, lr, config.grad_clip)
     run.optimizer.zero_grad()
     if run.device.type == "cuda" and step + 1 < config.steps:
         run.batches.read()
-    loss, norm, balance = torch.stack([loss, norm, balance]).tolist()  # waits for the GPU
-    row = {"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm, "balance": balance}
+    loss, norm, balance, rank_balance = torch.cat([torch.stack([loss, norm]), balances]).tolist()  # waits for the GPU
+    row = {"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm, "balance": balance, "rank_balance": rank_balance}
     if math.isfinite(loss) and math.isfinite(norm):
         counts["bad_in_a_row"] = 0
     else:
