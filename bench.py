@@ -2069,7 +2069,7 @@ def timed(works, rounds=20):
             flush.zero_()
             dist.barrier()
             torch.cuda.synchronize()
-            torch.cuda._sleep(2_000_000)  # 1 ms
+            torch.cuda._sleep(6_000_000)  # 3 ms
             events[0].record()
             work()
             events[1].record()
