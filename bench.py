@@ -1014,6 +1014,18 @@ def take_turns(works, rounds):
     return [1e3 * statistics.median(start.elapsed_time(stop) for start, stop in events) for events in times]
 
 
+def sustained_us(work, seconds=0.25):
+    """Mean time of a call on the GPU in us where one follows the other for so long, after as long a time to get hot."""
+    calls = max(1, int(1e6 * seconds / median_us(work)))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    for event in events:
+        for _ in range(calls):
+            work()
+        event.record()
+    torch.cuda.synchronize()
+    return 1e3 * events[0].elapsed_time(events[1]) / calls
+
+
 def host_us(work, launches=20):
     """What a call costs the CPU, in us; the first, which may compile, is not counted."""
     work()
@@ -1186,15 +1198,15 @@ def chains(t):
 GEMM_SHAPES = {"v3": (8, 32768, 7168, 2048), "v3-32": (32, 32768, 2048, 2048), "v2": (20, 24576, 5120, 1536),
                "v2-lite": (64, 98304, 2048, 1408)}
 GEMM_COLUMNS = ("shape", "groups", "gemm", "E", "M", "N", "K", "us", "tflops", "percent_of_roof", "times_bf16_grouped",
-                "times_scaled_mm_loop", "times_deep_gemm", "roof_tflops", "device", "torch", "triton", "commit", "date")
+                "times_scaled_mm_loop", "times_deep_gemm", "roof_tflops", "sustained_tflops", "device", "torch", "triton", "commit", "date")
 
 
 def gemm(args, flags):
     """Times the FP8 GEMMs of expert layers beside BF16 grouped_mm, a loop of scaled_mm, and DeepGEMM where it is installed.
 
     All of a shape take turns, so that they run equally hot: an H200 at work is held to 700 W, not to a clock. The roof is
-    scaled_mm with one scale a tensor, 8192 x 7168 x 2048, in the same turns. One row a GEMM in --out, results/<card>/gemm.csv
-    if not given."""
+    scaled_mm with one scale a tensor, 8192 x 7168 x 2048, in the same turns. sustained_tflops: ours back to back for a quarter
+    of a second, as in a step that hardly pauses. One row a GEMM in --out, results/<card>/gemm.csv if not given."""
     names = shape_names(args, flags, GEMM_SHAPES)
     with results_file(args.out, "gemm", GEMM_COLUMNS) as (where, write):
         for name in names:
@@ -1240,7 +1252,8 @@ def gemm_rows(name, groups):
         times = [round(next(others) / ours, 3) if work else None for work in works[1:]]
         tflops = 2 * M * N * K / ours / 1e6
         return dict(zip(GEMM_COLUMNS, (name, groups, what, E, M, N, K, round(ours, 1), round(tflops, 1),
-                                       round(100 * tflops / roof_tflops, 1), *times, round(roof_tflops, 1))))
+                                       round(100 * tflops / roof_tflops, 1), *times, round(roof_tflops, 1),
+                                       round(2 * M * N * K / sustained_us(works[0]) / 1e6, 1))))
 
     for what, N, K in (("FC1", 2 * I, H), ("FC2", H, I), ("Dgrad of FC2", I, H), ("Dgrad of FC1", H, 2 * I)):
         a, b, out = new(M, K), new(E, N, K), new(M, N)
@@ -1266,9 +1279,11 @@ def whole_layer(rows):
     tflops = sum(row["us"] * row["tflops"] for row in six) / us
     roof = sum(row["us"] for row in six) / sum(row["us"] / row["roof_tflops"] for row in six)
     bf16 = sum(row["us"] * row["times_bf16_grouped"] for row in six) / us
+    hot = us * tflops / sum(row["us"] * row["tflops"] / row["sustained_tflops"] for row in six)
     yield six[0] | {"gemm": "sum of six", "N": None, "K": None, "us": round(us, 1), "tflops": round(tflops, 1),
                     "percent_of_roof": round(100 * tflops / roof, 1), "times_bf16_grouped": round(bf16, 3),
-                    "times_scaled_mm_loop": None, "times_deep_gemm": None, "roof_tflops": round(roof, 1)}
+                    "times_scaled_mm_loop": None, "times_deep_gemm": None, "roof_tflops": round(roof, 1),
+                    "sustained_tflops": round(hot, 1)}
 
 
 def scaled_mm_loop(a8, b8, sizes):

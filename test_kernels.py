@@ -836,6 +836,7 @@ def test_bench_calls_every_kernel(monkeypatch, launched):
 def test_bench_of_gemms(monkeypatch, launched):
     import bench
     monkeypatch.setattr(bench, "take_turns", lambda works, _: [(work(), 100.0)[1] for work in works])
+    monkeypatch.setattr(bench, "sustained_us", lambda work: 125.0)
     monkeypatch.setattr(bench, "GEMM_SHAPES", {"v3": (3, 640, 256, 128)})
     monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: True)
     monkeypatch.setattr(F, "scaled_mm", lambda *_, **__: True)
@@ -845,6 +846,7 @@ def test_bench_of_gemms(monkeypatch, launched):
         rows += bench.whole_layer(rows)
         assert len(rows) == 9 and all(set(row) <= set(bench.GEMM_COLUMNS) for row in rows) and "_gemm" in launched
         assert [bool(row["times_scaled_mm_loop"]) for row in rows] == [True] * 4 + [False] * 5
+        assert all(row["sustained_tflops"] == pytest.approx(0.8 * row["tflops"], abs=0.1) for row in rows)
     assert sum(bench.group_sizes(8, 32768, "jittered")) <= 32768 and 0 in bench.group_sizes(8, 32768, "jittered")
 
 
