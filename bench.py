@@ -1443,7 +1443,7 @@ SCOPES = "none;norm;norm,mla_up;attn,norm,mlp;attn,norm,moe"
 TRAIN_COLUMNS = ("shape", "layers", "precision", "recompute", "in_flight", "tokens", "layers_tokens_per_s", "tokens_per_s",
                  "layers_times_bf16", "layers_times_fp8", "layers_half_width", "times_bf16", "times_fp8", "half_width",
                  "layers_ms", "head_ms", "weights_ms", "optimizer_ms", "step_ms", "step_share_of_parts", "peak_gib", "kept_bytes",
-                 "kept_bytes_formula", "limit_gib", "device", "torch", "triton", "commit", "date")
+                 "kept_bytes_formula", "limit_gib", "rounds", "device", "torch", "triton", "commit", "date")
 PRECISIONS = ("bf16", "fp8", "mxfp4")
 
 
@@ -1687,13 +1687,14 @@ def slice_row(part, scope, name, found, kept, peak):
                                                "in_flight": len(part.micro_batches), "tokens": tokens}
     if name not in found:
         return row
+    row["rounds"] = len(found[name])
     ms = {what: statistics.median(turn[what] for turn in found[name]) for what in found[name][0]}
     for what, prefix in (("layers", "layers_"), ("step", "")):
         for other in {"bf16", "fp8"} & set(found):
             ratios = [theirs[what] / ours[what] for theirs, ours in zip(found[other], found[name])]
             row[f"{prefix}times_{other}"] = round(statistics.fmean(ratios), 4)
             if other == "fp8" and len(ratios) > 1:
-                row[f"{prefix}half_width"] = round(1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5, 4)
+                row[f"{prefix}half_width"] = round(interval(ratios)[1], 4)
     parts = sum(ms[what] for what in ("layers", "head", "weights", "optimizer"))
     return row | {f"{what}_ms": round(ms[what], 2) for what in ms} | {
         "layers_tokens_per_s": round(1e3 * tokens / ms["layers"], 1), "tokens_per_s": round(1e3 * tokens / ms["step"], 1),
@@ -1896,7 +1897,7 @@ def differences(name, before, now, limit=0.05):
             continue
         for column, value in row.items():
             was = known[key(row)].get(column)
-            if column in (*KEYS, *COLUMNS[-5:]) or column.endswith("half_width") or value is None is was:
+            if column in (*KEYS, "rounds", *COLUMNS[-5:]) or column.endswith("half_width") or value is None is was:
                 continue
             if None in (was, value):
                 lines.append(f"{title}: {column} was {was or 'nothing'}, is {value or 'nothing'}")
