@@ -538,7 +538,7 @@ def gradients_of(net, batch, setting):
     """{name: gradient} of the training loss of one batch."""
     net.train()
     with setting.on(net):
-        net(*batch)[1].backward()
+        trainer.backward(net(*batch)[1])
     net.update_balance(False)  # clears the loads that were counted
     grads = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
@@ -1198,7 +1198,8 @@ def chains(t):
 GEMM_SHAPES = {"v3": (8, 32768, 7168, 2048), "v3-32": (32, 32768, 2048, 2048), "v2": (20, 24576, 5120, 1536),
                "v2-lite": (64, 98304, 2048, 1408)}
 GEMM_COLUMNS = ("shape", "groups", "gemm", "E", "M", "N", "K", "us", "tflops", "percent_of_roof", "times_bf16_grouped",
-                "times_scaled_mm_loop", "times_deep_gemm", "roof_tflops", "sustained_tflops", "device", "torch", "triton", "commit", "date")
+                "times_scaled_mm_loop", "times_deep_gemm", "roof_tflops", "sustained_tflops", "device", "torch", "triton", "commit",
+                "date")
 
 
 def gemm(args, flags):
@@ -1512,13 +1513,13 @@ class Slice:
         """Forward and backward of all micro-batches through the layers; nothing is left of it."""
         outputs = [self.net.trunk(tokens)[0] for tokens, _ in self.micro_batches]
         while outputs:
-            outputs.pop(0).backward(self.gradient)
+            trainer.backward(outputs.pop(0), self.gradient)
         self.optimizer.zero_grad()
 
     def head(self):
         x = torch.randn(self.tokens, self.config.hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
         for _, targets in self.micro_batches:
-            self.net.cross_entropy(x, self.net.norm, targets).backward()
+            trainer.backward(self.net.cross_entropy(x, self.net.norm, targets))
         self.optimizer.zero_grad()
 
     def quantise_weights(self):
@@ -1535,7 +1536,7 @@ class Slice:
     def step(self):
         losses = [self.net(*batch, self.tokens * len(self.micro_batches))[1] for batch in self.micro_batches]
         while losses:
-            losses.pop(0).backward()
+            trainer.backward(losses.pop(0))
         self.update()
         self.optimizer.zero_grad()
 
@@ -1920,7 +1921,8 @@ def runs(args, flags):
     """A table of whole training runs, from the folders that train.py wrote: settings, speed, memory.
 
     changes: what of the model differs from the preset. tokens_per_s: of all ranks, and rank_balance, the most that a rank's
-    experts have to do over the mean: medians over the second half of the steps, from the sixth on; peak_gib: of rank 0. Start it where the runs ran: but for runs of `loss`, card, versions and commit are taken from here.
+    experts have to do over the mean: medians over the second half of the steps, from the sixth on; peak_gib: of rank 0.
+    Start it where the runs ran: but for runs of `loss`, card, versions and commit are taken from here.
     """
     if flags:
         raise ValueError(f"bench.py runs has no flag {flags[0]}: see bench.py runs --help.")
@@ -1929,13 +1931,13 @@ def runs(args, flags):
         config, log = read_run(folder)
         notes, noted = (json.loads(path.read_text()) if path.exists() else {}
                         for path in (folder / "config.json", folder / "environment.json"))
-        if "ranks" not in notes or "rank_balance" not in log[-1]:
-            raise ValueError(f"{folder} is of an older train.py, which did not note how many ranks it had and what they did.")
-        usual = dataclasses.asdict(PRESETS[config["preset"] or "tiny"])
         timed = [row for row in log if row["step"] > max(5, log[-1]["step"] // 2) and "skipped" not in row]
-        median = lambda name: statistics.median(row[name] for row in timed)
         if not timed:
             raise ValueError(f"{folder} has no step behind the fifth: train for longer.")
+        if "ranks" not in notes or not all("rank_balance" in row for row in timed):
+            raise ValueError(f"{folder} is of an older train.py, which did not note how many ranks it had and what they did.")
+        median = lambda name: statistics.median(row[name] for row in timed)
+        usual = dataclasses.asdict(PRESETS[config["preset"] or "tiny"])
         row = {"preset": config["preset"] or "tiny", "steps": log[-1]["step"], "ranks": notes["ranks"],
                "changes": " ".join(f"{name}={value}" for name, value in notes["model"].items() if value != usual.get(name)),
                "tokens_per_s": round(median("tokens_per_s"), 1), "rank_balance": round(median("rank_balance"), 4),
@@ -1968,11 +1970,12 @@ COMM_COLUMNS = ("shape", "ranks", "tokens", "sent", "rows", "wire", "exchange", 
 def comm(args, flags):
     """Times the four exchanges of an expert layer between ranks, in each wire format. Start it with torchrun.
 
-    sent=once: each token once to each rank that holds experts of its top k; sent=pairs: once for each expert, quantised once,
-    and summed where it comes from, as a wire without that does. ms: the slowest rank's, median of 20. dispatch is quantising, counting, the host's read, sending and
-    fan-out to experts; combine is sending home and the sum there; combine's backward quantises dy and fans it out as rows and
-    columns; dispatch's backward brings dx and the weights' gradients home. mb: what a rank sends; gb_per_s: of what goes to
-    others. One row an exchange in --out, results/<card>/comm.csv if not given. Without GPUs it runs on gloo, for tests.
+    sent=once: each token once to each rank that holds experts of its top k; sent=pairs: once for each expert, all summed at
+    home, as a wire without that does. ms: the slowest rank's, median of 20. dispatch is quantising, counting, the host's read,
+    sending and fan-out to experts; combine is sending home and the sum there; combine's backward quantises dy and fans it out
+    as rows and columns; dispatch's backward brings dx and the weights' gradients home. mb: what a rank sends; gb_per_s: of
+    what goes to others. One row an exchange in --out, results/<card>/comm.csv if not given. Without GPUs it runs on gloo, for
+    tests.
     """
     names = shape_names(args, flags, COMM_SHAPES)
     if "RANK" not in os.environ:
@@ -2116,7 +2119,7 @@ CARDS = {"h200": Card(139.8, 989, 4.27), "h100-80g": Card(79.1, 989, 2.98), "h80
          "h20-96g": Card(95.2, 148, 3.56)}
 BETWEEN_HOSTS = 50  # GB/s a direction and GPU, with a 400 Gbit/s adapter each
 ATTENTION = 538e12, 417e12  # FLOP/s of cuDNN on an H200, causal, 4096 tokens: forward; forward and backward, seven products
-HOT = 1217 / 1385  # of a GEMM's rate on a card that paused before it, as gemm.csv has them, what one after the other leaves
+HOT = 1217 / 1385  # of a GEMM's rate after a pause, as in gemm.csv, what is left back to back at 700 W: 8192 x 7168 x 2048, NOTES
 LAUNCHES = 150  # of a MoE layer, forward and backward, as profiles of slices counted them (145 to 155)
 ONCE = "optimizer", "weights", "gradients of copies"  # a step, not a micro-batch
 PLAN_DEFAULTS = "--preset=v3", "--seq_len=4096", "--batch_size=1", "--moments=bf16"
@@ -2223,7 +2226,6 @@ def step_ms(s, card, ranks=1, wire_gb_s=0):
     for op in work["layers"] + work["ends"]:
         what = "GEMMs" if op.shape else "attention" if op.kind.startswith("attention") else "data movement"
         ms[what] += 1e3 * seconds(op, card)
-    ms["GEMMs"] /= HOT
     launches = LAUNCHES * len(s.layers)
     ms["small launches"] = 1e-3 * max(launches - len(work["layers"]), 0) * shortest_us()
     ms["waiting for the host"] = max(1e-3 * launches * host_cost() - sum(ms.values()), 0)
@@ -2272,7 +2274,7 @@ def wire_rate():
 
 
 def shortest_dispatch_ms():
-    """What a dispatch takes that sends next to nothing."""
+    """The shortest dispatch that was measured: nearly all of it is launches and the host's read."""
     return min(float(row["ms"]) for row in measured("comm") if row["exchange"] == "dispatch")
 
 
@@ -2293,7 +2295,7 @@ def seconds(op, card):
     of its nearest in bytes; what no table has moves at the speed of a copy."""
     faster, moves = card.tflops / CARDS["h200"].tflops, 1e12 * card.copy / CARDS["h200"].copy
     if op.shape:
-        return op.amount / faster / gemm_rate(op.kind, op.shape, op.wgrad)
+        return op.amount / faster / HOT / gemm_rate(op.kind, op.shape, op.wgrad)
     if op.kind.startswith("attention"):
         forward, both = ATTENTION
         return op.amount / faster / (forward if op.kind == "attention" else 5 / (7 / both - 2 / forward))

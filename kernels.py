@@ -2054,7 +2054,7 @@ def _quantize_to_messages(x, x_row, x_col, first, second, index, out, M, H: tl.c
 @triton.jit(do_not_specialize=["M", "begin", "end"])
 def _unpack_rows(messages, scale, s_row, s_col, ids, weights, begin, end, M, CODES: tl.constexpr, S: tl.constexpr,
                  K: tl.constexpr, L: tl.constexpr, R: tl.constexpr):
-    """Of messages as _pack_rows makes them, of which CODES bytes are codes, each of scale (FP8's), ids and weights that is not
+    """Of messages as _pack_rows makes them, of which CODES bytes are codes and their padding, each of scale (FP8's), ids and weights that is not
     None; ids less `begin`, -1 where they are not below `end`."""
     row0, r, col0 = _origin(tl.program_id(0), R), tl.arange(0, R), _origin(tl.program_id(0), 0)
     if scale is not None:
@@ -2422,7 +2422,7 @@ def _launch(kernel, programs, *args, num_warps=4, **options):
         ready = compiled.get(kinds)
         if ready is None:  # always so in the interpreter, which compiles nothing
             compiled[kinds] = kernel[(programs,)](*args, **options, num_warps=num_warps, enable_fp_fusion=False)
-        elif triton.knobs.runtime.launch_enter_hook.calls or triton.knobs.runtime.launch_exit_hook.calls:
+        elif _listens(triton.knobs.runtime.launch_enter_hook) or _listens(triton.knobs.runtime.launch_exit_hook):
             ready[programs, 1, 1](*args)
         else:  # what that does where nobody listens
             stream = triton.runtime.driver.active.get_current_stream(device)
@@ -2430,6 +2430,11 @@ def _launch(kernel, programs, *args, num_warps=4, **options):
 
 
 _COMPILED = {}  # by a kernel's id: the kernel, which of its parameters are constants, and what was compiled, by kinds
+
+
+def _listens(hook):
+    """Whether anybody is to hear of launches: a chain of functions, or one, or None."""
+    return bool(getattr(hook, "calls", hook))
 
 
 def _kinds(args, constants):
@@ -2875,6 +2880,7 @@ def pack_rows(data, scale, others, index, size, per=1):
 
 
 def _other_parts(others):
+    """The last two parts of messages, as kernels see them; None for what there is none of."""
     return [*map(_words, others), None, None][:2]
 
 
@@ -2888,12 +2894,13 @@ def quantize_to_messages(x, others, index, size, per=1):
 
 
 def unpack_rows(messages, codes, scales, scale=None, ids=None, weights=None, held=range(0)):
-    """Of messages that begin with so many bytes of codes and so many scales: into each tensor that is given FP8's scale [N, S],
-    ids and weights [N, K], contiguous. ids count from the first of `held`, and are -1 for what is not in it."""
+    """Of messages that begin with so many bytes of codes and so many scales, each part padded to PART bytes: into each tensor that
+    is given FP8's scale [N, S], ids and weights [N, K], contiguous. ids count from the first of `held`, and are -1 for what is
+    not in it."""
     (N, size), R = messages.shape, 32
     where = (None, 0, 0) if scale is None else (scale, *scale.stride())
-    _launch(_unpack_rows, _cdiv(N, R), messages, *where, ids, _words(weights), held.start, held.stop, N, codes, scales,
-            1 if ids is None else ids.shape[1], size // 4, R)
+    _launch(_unpack_rows, _cdiv(N, R), messages, *where, ids, _words(weights), held.start, held.stop, N,
+            _cdiv(codes, PART) * PART, scales, 1 if ids is None else ids.shape[1], size // 4, R)
 
 
 def clear_empty_experts(out, offsets):

@@ -580,7 +580,7 @@ class _Exchange:
 
     def __init__(self, rows: Tensor, route: Route, home: bool = False):
         sent, received = (route.received, route.sent) if home else (route.sent, route.received)
-        self.route, self.rows, self.arriving = route, rows, rows.new_empty(sum(received), rows.shape[1])
+        self.rows, self.arriving = rows, rows.new_empty(sum(received), rows.shape[1])
         self.work = dist.all_to_all_single(self.arriving, rows, received, sent, group=route.group, async_op=True)
 
     def wait(self) -> Tensor:
@@ -589,8 +589,10 @@ class _Exchange:
 
 
 def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup, num_experts: int, per: int = 1) -> Received:
-    """per: of how many rows of ids and weights, each sent as a message of its own, a token is the source; bench.py measures so
-    what a wire costs that sends a token once to each expert. Gradients of their weights then come back in one sum."""
+    """dispatch between ranks.
+
+    per > 1 is bench.py's, to measure a wire that sends a token once to each of its experts: a token has so many rows of ids and
+    weights, [T * per, 1], each in a message of its own; the gradients of its weights come back as one sum, in rows of others."""
     recipe, local, ids = x.recipe, num_experts // group.size(), ids.int()
     token_N, row_TR, counts_2R2 = _plan(ids, local, group.size())
     counting = dist.all_to_all_single(counts_2R2[1], counts_2R2[0], group=group, async_op=True)
@@ -601,7 +603,7 @@ def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup,
     (sent, _), (received, pairs) = (map(list, zip(*counts_R2)) for counts_R2 in _read(counts_2R2, counting))
     route = Route(group, token_N[:sum(sent)], row_TR, sent, received, range(group.rank() * local, (group.rank() + 1) * local))
     exchange, way = _Exchange(rows[:sum(sent)], route), []
-    x, weights, ids, *payload = _Send.apply(x.x, weights, exchange, recipe, way)
+    x, weights, ids, *payload = _Send.apply(x.x, weights, exchange, route, recipe, way)
     payload = {"bf16": lambda: None, "fp8": quant.Fp8, "fp4": quant.Fp4}[recipe.dispatch](*payload)
     return Received(x, ids, weights, payload, recipe, sum(pairs), functools.partial(_depart, route, recipe, way), route)
 
@@ -611,7 +613,8 @@ def _read(counts: Tensor, counting: dist.Work) -> list:
     if not counts.is_cuda:
         counting.wait()
         return counts.tolist()
-    stream, here = _reader(counts.device, counts.shape)
+    stream = _reader(counts.device)
+    here = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)  # written to without the driver's help
     with torch.cuda.stream(stream):
         counting.wait()
         here.copy_(counts, non_blocking=True)
@@ -620,9 +623,8 @@ def _read(counts: Tensor, counting: dist.Work) -> list:
 
 
 @functools.cache
-def _reader(device: torch.device, shape: torch.Size) -> tuple[torch.cuda.Stream, Tensor]:
-    """A stream to read counts on, and pinned memory for them, which a GPU writes to without the driver's help."""
-    return torch.cuda.Stream(device), torch.empty(shape, dtype=torch.int32, pin_memory=True)
+def _reader(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _depart(route: Route, recipe: Recipe, way: list, dx: Tensor, dweights: Tensor):
@@ -651,8 +653,8 @@ class _Send(torch.autograd.Function):
     before, backward does."""
 
     @staticmethod
-    def forward(ctx, x, weights, exchange, recipe, way):
-        K, route = weights.shape[1], exchange.route
+    def forward(ctx, x, weights, exchange, route, recipe, way):
+        K = weights.shape[1]
         ctx.route, ctx.recipe, ctx.way, ctx.kinds = route, recipe, way, (*_kind(x), (weights.dtype, K))
         message = exchange.wait()
         q, ids, weights = quant.unpack_tokens(message, recipe.dispatch, *_kind(x), K, route.held)
@@ -670,7 +672,7 @@ class _Send(torch.autograd.Function):
             raise RuntimeError("gradients of dispatched tokens departed before their last reader had added to them")
         dx, dweights = quant.unpack(exchange.wait(), ctx.recipe.combine, *ctx.kinds)
         row_TR = ctx.route.row_TR
-        return quant.sum_rows(dx, row_TR, ctx.kinds[1]), quant.sum_rows(dweights, row_TR), None, None, None
+        return quant.sum_rows(dx, row_TR, ctx.kinds[1]), quant.sum_rows(dweights, row_TR), None, None, None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -1004,7 +1006,7 @@ class Model(nn.Module):
     @torch.no_grad()
     def update_balance(self, move: bool | Tensor = True) -> Tensor:
         """Once after each optimizer step: move the balance biases against the step's loads, clear them; -> [2], max / mean load
-        of experts, and of the ranks that hold them, in the mean of the layers.
+        of experts, and of a group's ranks that hold them where that is worst, in the mean of the layers.
 
         bias += u * sign(mean - load), load summed over all ranks and micro-batches (arXiv 2408.15664). move=False (or a tensor
         that is), after a skipped step, only clears the loads."""
@@ -1012,16 +1014,25 @@ class Model(nn.Module):
         if not routers:
             return torch.ones(2)
         load = torch.stack([r.load for r in routers])
+        uneven = self._rank_balance(load) if self.ep is not None else load.new_ones((), dtype=torch.double)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(load)
-        load, ranks = load.double(), self.ep.size() if self.ep is not None else 1
+        load = load.double()
         mean = load.mean(1, keepdim=True)
         for router, sign in zip(routers, (mean - load).sign()):
             if router.gate.balanced:
                 router.bias += self.config.balance_rate * (sign * move).to(router.bias.dtype)
             router.load.zero_()
-        most = torch.stack([load.amax(1), load.unflatten(1, (ranks, -1)).mean(2).amax(1)])
-        return (most / mean.squeeze(1).clamp(min=1 / load.shape[1])).mean(1).float()
+        return torch.stack([(load.amax(1) / mean.squeeze(1).clamp(min=1 / load.shape[1])).mean(), uneven]).float()
+
+    def _rank_balance(self, load_LE: Tensor) -> Tensor:
+        """max / mean of what the ranks of an expert-parallel group have to do in a layer, of the group that is worst, 0-dim."""
+        here = load_LE.double()
+        dist.all_reduce(here, group=self.ep)
+        here = here.unflatten(1, (self.ep.size(), -1)).sum(2)
+        uneven = (here.amax(1) / here.mean(1).clamp(min=1 / here.shape[1])).mean()
+        dist.all_reduce(uneven, dist.ReduceOp.MAX)
+        return uneven
 
 
 @functools.cache  # once

@@ -469,27 +469,27 @@ def message_bytes(*packed) -> int:
 def pack(x: Tensor | Fp8 | Fp4, name: str, *others: Tensor, index: Tensor | None = None, per: int = 1) -> Tensor:
     """Rows x [T, H], brought to format name, and up to two others [T * per, K] of four bytes each side by side: uint8 [N, L],
     which every backend sends; FP8 types not all do. All rows, or those in index [N] int32, which counts as the others do; -1
-    stands for any bytes. per: so many rows of others share one of x, each a message of its own; with an index."""
+    stands for any bytes. per, where there is an index: so many rows of others share one of x, each a message of its own."""
+    assert per == 1 or index is not None
     codes, scale = x if isinstance(x, tuple) else (x, None)
-    plain = scale is None and name != "fp8"
-    if plain and not others and index is None:
+    quantizes = scale is None and name == "fp8"
+    if scale is None and not quantizes and not others and index is None:
         return x.contiguous().view(torch.uint8)
-    if _on_gpu(codes) and codes[:0].view(torch.uint8).shape[1] % PART == 0:
+    if _on_gpu(codes) and codes.shape[1] * (1 if quantizes else codes.element_size()) % PART == 0:
         width, dtype = codes.shape[1] * (2 if isinstance(x, Fp4) else 1), codes.dtype
         size = message_bytes(name, width, dtype, *((t.dtype, t.shape[1]) for t in others))
-        if scale is None and not plain:
+        if quantizes:
             return kernels.quantize_to_messages(codes, others, index, size, per)
         return kernels.pack_rows(codes, scale, others, index, size, per)
     x = narrow(x, name)
     if isinstance(x, Fp8):
         x = x.data, (x.scale.view(torch.int32) >> 23).to(torch.uint8)  # the biased exponent, 255 for NaN
     parts = []
-    for t in (*(t.repeat_interleave(per, 0) for t in (x if isinstance(x, tuple) else [x])), *others):
-        parts.append(t.contiguous().view(torch.uint8))
-        if short := -parts[-1].shape[1] % PART:
-            parts.append(parts[-1].new_zeros(1, short).expand(len(t), short))
-    rows = torch.cat(parts, 1)
-    return rows if index is None else rows.index_select(0, index.clamp(min=0))
+    for t, share in (*((t, per) for t in (x if isinstance(x, tuple) else [x])), *((t, 1) for t in others)):
+        rows = t.contiguous().view(torch.uint8)
+        rows = rows if index is None else rows.index_select(0, index.clamp(min=0) // share)
+        parts.append(F.pad(rows, (0, -rows.shape[1] % PART)))
+    return torch.cat(parts, 1)
 
 
 def unpack(message: Tensor, name: str, width: int, dtype: torch.dtype, *others: tuple[torch.dtype, int]):
@@ -514,17 +514,16 @@ def _scale_of(message: Tensor, data: Tensor, byte: Tensor, *beside) -> Tensor:
 def unpack_tokens(message: Tensor, name: str, width: int, dtype: torch.dtype, top_k: int, held: range):
     """x, ids, weights of tokens that were packed with ids and weights [N, K]: x as unpack gives it, the others contiguous. ids
     count from the first expert that is held here, and are -1 for those that are not."""
-    codes = _parts_of(message, name, width, dtype)
-    ids, weights = (message.new_empty((len(message), top_k), dtype=kind) for kind in (torch.int32, torch.float32))
+    beside = (torch.int32, top_k), (torch.float32, top_k)
     if not _on_gpu(message):
-        *_, sent_ids, sent_weights = _parts_of(message, name, width, dtype, (torch.int32, top_k), (torch.float32, top_k))
-        weights.copy_(sent_weights)
-        ids = torch.where((sent_ids >= held.start) & (sent_ids < held.stop), sent_ids - held.start, -1)
+        q, ids, weights = unpack(message, name, width, dtype, *beside)
+        return q, torch.where((ids >= held.start) & (ids < held.stop), ids - held.start, -1), weights.contiguous()
+    codes = _parts_of(message, name, width, dtype)
+    ids, weights = (message.new_empty((len(message), columns), dtype=kind) for kind, columns in beside)
     if name == "fp8":
         return Fp8(codes[0], _scale_of(message, *codes, ids, weights, held)), ids, weights
-    if _on_gpu(message):
-        scales = codes[1].shape[1] if name == "fp4" else 0
-        kernels.unpack_rows(message, codes[0].shape[1] * codes[0].element_size(), scales, None, ids, weights, held)
+    scales = codes[1].shape[1] if name == "fp4" else 0
+    kernels.unpack_rows(message, codes[0].shape[1] * codes[0].element_size(), scales, None, ids, weights, held)
     return Fp4(*codes) if name == "fp4" else codes[0], ids, weights
 
 
@@ -532,8 +531,7 @@ def _parts_of(message: Tensor, *packed) -> list[Tensor]:
     parts, start = [], 0
     for kind, columns in _message_parts(*packed):
         size = columns * kind.itemsize
-        part = message.narrow(1, start, size)
-        parts.append(part if kind is torch.uint8 else part.view(kind))
+        parts.append(message[:, start:start + size].view(kind))
         start += -(-size // PART) * PART
     return parts
 

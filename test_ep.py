@@ -276,6 +276,11 @@ def check_balance_case_14():
         net.update_balance()
     biases = on_all(router.bias)
     assert all(torch.equal(b, biases[0]) for b in biases) and router.bias.unique().numel() > 2
+    if dist.get_world_size() == 4:  # two groups, uneven in opposite ways, so that their sum is even
+        pair, _ = dist.new_subgroups(2)
+        net = build("mxfp4", pair)
+        next(m for m in net.modules() if isinstance(m, Router)).load[4 * (rank // 2)] = 3
+        assert net.update_balance()[1] == pytest.approx(2 / (1 + len(others)))
 
 
 def check_recomputing_changes_no_bit(scopes):

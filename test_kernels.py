@@ -637,10 +637,12 @@ def test_place_messages(T, K, local, ranks):
 
 
 @pytest.mark.parametrize("name", ("bf16", "fp8", "quantised on the way", "fp4"))
-@pytest.mark.parametrize("width, K", ((128, 1), (640, 6)) + CUDA * ((7168, 8),))  # slow in the interpreter
+@pytest.mark.parametrize("width, K", ((128, 1), (640, 6), (200, 3), (100, 2)) + CUDA * ((7168, 8),))  # slow in the interpreter
 def test_messages(name, width, K, monkeypatch):
     """Messages from kernels and from plain PyTorch are the same bytes, in the order of an index with gaps, too, and unpack to
-    the same. Rows of zeros and of NaN are among them."""
+    the same. Rows of zeros and of NaN are among them; of some widths codes need padding, and PyTorch alone packs."""
+    if name == "fp4" and width % 32:
+        pytest.skip("no width for MXFP4")
     monkeypatch.setattr(quant, "kernels", kernels, raising=False)
     g = torch.Generator().manual_seed(width)
     x = torch.randn(37, width, generator=g).bfloat16()
@@ -672,10 +674,14 @@ def test_messages(name, width, K, monkeypatch):
     assert_same(flat(list(got)), flat(list(want)))
     got, want = both_ways(lambda message: quant.unpack_tokens(message, name, width, torch.bfloat16, K, range(4, 9)), message)
     assert_same(flat(got), flat(want))
-    if name == "fp4":  # rows that stand apart
+    if name == "bf16":  # rows that stand apart
+        pair = torch.randint(0, 37, (128,), generator=g).int()
+        assert_same([run("fan_out_rows", got[0], pair)], [q[pair.long()]])
+    if name == "fp4":
         for fan_out in ("fp4_fan_out_rows", "fp4_fan_out_cols"):
             assert_same(flat([run(fan_out, *got[0])]), flat([run(fan_out, q)]))
-    assert got[1].max() == 4 and got[1].min() == -1 and not (got[1] - torch.where((ids > 3) & (ids < 9), ids - 4, -1).to(DEVICE)).any()
+    here = torch.where((ids > 3) & (ids < 9), ids - 4, -1)
+    assert got[1].max() == 4 and got[1].min() == -1 and not (got[1].cpu() - here).any()
 
 
 @pytest.mark.parametrize("V", (384, 5003))
@@ -1310,7 +1316,7 @@ def launch_all():
     class Compiled:
         function = packed_metadata = None
         launch_metadata = lambda self, *_: None
-        run = lambda self, *args: launched.append((self, args[9:]))
+        run = lambda self, *args: launched.append((self, args[9:] if args[:6] == (1, 1, 1, 0, None, None) else args))
         __getitem__ = lambda self, grid: lambda *args: launched.append((self, args))
 
     def check(kernel, args, num_warps=4, **options):

@@ -67,7 +67,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read by torch's import; on a busy CPU, spinning threads cost 8x
 # read when a GPU's first memory is taken: gradients and activations, which come and go in turns, share what they free
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-# read when ranks join: exchanges go before kernels that wait for room, so that a host hears of counts while messages are packed
+# read when ranks join: what goes between GPUs goes before kernels that wait for room, so that counts arrive during packing
 os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
 
 import torch
@@ -841,12 +841,17 @@ def gradients(net, micro_batches, device, layout=None):
         if isinstance(net, FSDPModule):
             net.set_requires_all_reduce(i == len(micro_batches))  # copies of a part are added up once a step
         _, loss = net(to_device(tokens_BS), to_device(targets_BS), num_tokens)
-        with torch.autograd.set_multithreading_enabled(False):  # the host launches as much in two thirds of the time
-            loss.backward()
+        backward(loss)
         loss_sum += loss.detach()
     add_up_gradients(net, layout)
     loss, square = total(torch.stack([loss_sum, square_sum(net, layout)])).float()
     return loss, square.sqrt(), num_tokens  # a square that float32 cannot hold is infinite
+
+
+def backward(y, dy=None):
+    """y.backward(dy) in this thread, not one of autograd's: the host then launches as much in two thirds of the time."""
+    with torch.autograd.set_multithreading_enabled(False):
+        y.backward(dy)
 
 
 def add_up_gradients(net, layout):
