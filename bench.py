@@ -790,9 +790,10 @@ def draw_train(figure, rows):
             half = [against * speed * (row["layers_half_width"] or 0) / (row["layers_times_fp8"] or 1)
                     for row, speed in zip(points, y)]
             speeds.errorbar(x, y, half, color=COLOURS[name], marker="o", ms=5, lw=1.3, elinewidth=0.9, capsize=2, label=name)
-            for row, *at in zip(points, x, y):
-                if row is named[row["recompute"]]:
-                    speeds.annotate(row["recompute"], at, (3, -6), textcoords="offset points", ha="left", va="top", fontsize=8)
+            for i, (row, *at) in enumerate(zip(points, x, y)):
+                if row is named[row["recompute"]]:  # one lower than the other, where points are close
+                    speeds.annotate(row["recompute"], at, (3, -6 - 11 * (i % 3)), textcoords="offset points", ha="left", va="top",
+                                    fontsize=8)
         speeds.set(title=f"{shape_title(shape)}, {here[0]['layers']:.0f} layers", xlabel="kept, KB a token and layer", ylim=0)
         speeds.set_xlim(0, 1.15 * speeds.get_xlim()[1])
         speeds.set_ylabel("thousand tokens/s through the layers")
