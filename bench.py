@@ -1199,8 +1199,8 @@ def chains(t):
 GEMM_SHAPES = {"v3": (8, 32768, 7168, 2048), "v3-32": (32, 32768, 2048, 2048), "v2": (20, 24576, 5120, 1536),
                "v2-lite": (64, 98304, 2048, 1408)}
 GEMM_COLUMNS = ("shape", "groups", "gemm", "E", "M", "N", "K", "us", "tflops", "percent_of_roof", "times_bf16_grouped",
-                "times_scaled_mm_loop", "times_deep_gemm", "roof_tflops", "sustained_tflops", "device", "torch", "triton", "commit",
-                "date")
+                "times_scaled_mm_loop", "times_deep_gemm", "roof_tflops", "sustained_tflops", "device", "torch", "triton",
+                "commit", "date")
 
 
 def gemm(args, flags):

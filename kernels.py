@@ -2054,8 +2054,8 @@ def _quantize_to_messages(x, x_row, x_col, first, second, index, out, M, H: tl.c
 @triton.jit(do_not_specialize=["M", "begin", "end"])
 def _unpack_rows(messages, scale, s_row, s_col, ids, weights, begin, end, M, CODES: tl.constexpr, S: tl.constexpr,
                  K: tl.constexpr, L: tl.constexpr, R: tl.constexpr):
-    """Of messages as _pack_rows makes them, of which CODES bytes are codes and their padding, each of scale (FP8's), ids and weights that is not
-    None; ids less `begin`, -1 where they are not below `end`."""
+    """Of messages as _pack_rows makes them, of which CODES bytes are codes and their padding, each of scale (FP8's), ids and
+    weights that is not None; ids less `begin`, -1 where they are not below `end`."""
     row0, r, col0 = _origin(tl.program_id(0), R), tl.arange(0, R), _origin(tl.program_id(0), 0)
     if scale is not None:
         s = tl.arange(0, triton.next_power_of_2(S))
