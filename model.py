@@ -1572,6 +1572,10 @@ def _ffn_backward(s: Share, dense: bool) -> float:
     else:  # one tensor is rows and columns; weight gradients of experts come in BF16 first
         narrow = 0 if dense else 2 * c.n_experts // s.ep * c.hidden * width
         steps = (e * (H + 4 * I) + narrow + again, e * (H + 2 * I) + dx, e * (H + 2 * I) + 2 * narrow + dx)
+    if s.ep > 1 and not dense:  # dy stays as it arrived; dx is on its way home, packed here and room for what comes there
+        size = message_bytes(c, s.recipe, torch.bfloat16 if e == 2 else torch.float32)
+        steps = *steps[:-1], steps[-1] + 2 * N * size["dispatch, backward"]
+        return max(steps) + N * size["combine, backward"] + 3 * _stream(s)
     return max(steps) + 3 * _stream(s)
 
 
