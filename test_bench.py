@@ -193,7 +193,8 @@ def a_run(folder, speeds, ranks=2, changes={}, **settings):
 
 def test_a_table_of_whole_runs(tmp_path):
     """The second half's speeds count, from the sixth step on; a row brings back the settings of its run."""
-    a_run(tmp_path / "a", [1, 2, 3, 4, 5, 9, 9, 9, 700, 500, 600, 500, 800, 700, 600], ep=2, moments="bf16", seq_len=4096, batch_size=1)
+    a_run(tmp_path / "a", [1, 2, 3, 4, 5, 9, 9, 9, 700, 500, 600, 500, 800, 700, 600], ep=2, moments="bf16", seq_len=4096,
+          batch_size=1)
     b = a_run(tmp_path / "b", range(1, 8), 4, dict(n_layers=4), ep=2, fsdp=4, wire="fp4-fp8", recompute="norm,mla_up",
               grad_accum=2)
     (tmp_path / "b" / "environment.json").write_text(json.dumps({"arm": "mxfp4"} | WHERE))

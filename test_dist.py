@@ -475,18 +475,13 @@ def test_the_start_tells_layout_and_memory(micro, capsys):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_gpus(recipe):
-    """Ratios of gradients are 1. Two ranks' sums meet in BF16 at home, so that steps of a format fall otherwise here and there:
-    deviations of random direction, which move the ratio of N elements by 1 / sqrt(N) of their norm."""
+    """Sums come in another order there, and tokens at an expert, so ratios of gradients are 1 to 1 %."""
     answers = results(launch(trained_on_gpus, recipe, gpus=True))
     (losses, _, own), *_ = answers[0]
     for many in zip(*answers):
         wholes = put_together([parts for _, _, parts in many])
         for name, (expected, *_) in own.items():
-            size = expected.norm()
-            deviation = (wholes[name] - expected).norm() / size
-            ratio = ((wholes[name] * expected).sum() / size.square()).item()
-            assert deviation < 0.2, name
-            assert ratio == pytest.approx(1, abs=0.002 + 4 * deviation.item() / expected.numel() ** 0.5), name
+            assert (wholes[name] * expected).sum() / expected.square().sum() == pytest.approx(1, abs=0.01), name
         assert all(of_rank == pytest.approx(losses, abs=1e-3) for of_rank, _, _ in many)
 
 
