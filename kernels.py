@@ -1860,10 +1860,9 @@ def _count_pairs(ids, counts, n, E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.
 
 
 @triton.jit
-def _lay_out(counts, offsets, tile_expert, tile_shift, pair, chunks, tiles, E: tl.constexpr, BINS: tl.constexpr,
-             STEP: tl.constexpr):
-    """One program: counts become the numbers of pairs in earlier chunks; offsets [E + 1]; each tile's expert (-1: none) and
-    what to subtract from a row for its number without padding; -1 in pair's padding and behind the last expert."""
+def _lay_out(counts, offsets, shift, end, chunks, tiles, E: tl.constexpr, BINS: tl.constexpr, STEP: tl.constexpr):
+    """One program: counts become the numbers of pairs in earlier chunks; offsets [E + 1]; of each expert what to subtract from a
+    row for its number without padding, and the row behind its last pair's."""
     e, step = tl.arange(0, BINS), tl.arange(0, STEP)
     total = tl.zeros((BINS,), tl.int32)
     for chunk in range(0, chunks, STEP):
@@ -1874,26 +1873,30 @@ def _lay_out(counts, offsets, tile_expert, tile_shift, pair, chunks, tiles, E: t
         total += tl.sum(count, 0)
     padded = (total + 127) // 128 * 128
     first, begin = tl.cumsum(total, 0) - total, tl.cumsum(padded, 0) - padded
-    # bins from E on are empty, so entry E is the end; never behind the last row, if there are more pairs than room
-    tl.store(offsets + e, tl.minimum(begin, tiles * 128), mask=e <= E)
-    for tile in range(0, tiles, STEP):
-        row = (tile + step)[:, None] * 128
-        here = (row >= begin[None, :]) & (row < (begin + padded)[None, :])
-        expert = tl.sum(tl.where(here, e[None, :] + 1, 0), 1) - 1
-        tl.store(tile_expert + tile + step, expert, mask=tile + step < tiles)
-        tl.store(tile_shift + tile + step, tl.sum(tl.where(here, (begin - first)[None, :], 0), 1), mask=tile + step < tiles)
-    for r in range(0, 128, STEP):
-        row = (total + r)[None, :] + step[:, None]
-        tl.store(pair + begin[None, :] + row, -1, mask=(row < padded[None, :]) & (begin[None, :] + row < tiles * 128))
-    for r in range(tl.sum(padded, 0), tiles * 128, 1024):
-        row = r + tl.arange(0, 1024)
-        tl.store(pair + row, -1, mask=row < tiles * 128)
+    # never behind the last row, if there are more pairs than room
+    tl.store(offsets + e, tl.minimum(begin, tiles * 128), mask=e < E)
+    tl.store(offsets + E, tl.minimum(tl.sum(padded, 0), tiles * 128))
+    tl.store(shift + e, begin - first, mask=e < E)
+    tl.store(end + e, begin + total, mask=e < E)
 
 
 @triton.jit
-def _place_pairs(ids, before, offsets, tile_shift, pair, row, n, num_rows, num_pairs, E: tl.constexpr, CHUNK: tl.constexpr):
+def _describe_tile(tile, offsets, shift, end, tile_expert, tile_shift, pair, E: tl.constexpr, BINS: tl.constexpr):
+    """A tile's expert, -1 behind the last one's, and its shift; -1 in pair's padding."""
+    e, row = tl.arange(0, BINS), tile * 128 + tl.arange(0, 128)
+    behind = tl.sum((tl.load(offsets + 1 + e, mask=e < E, other=2**31 - 1) <= tile * 128).to(tl.int32), 0)
+    here = behind < E
+    tl.store(tile_expert + tile, tl.where(here, behind, -1))
+    tl.store(tile_shift + tile, tl.load(shift + behind, mask=here, other=0))
+    tl.store(pair + row, -1, mask=row >= tl.load(end + behind, mask=here, other=0))
+
+
+@triton.jit
+def _place_pairs(ids, before, offsets, shift, end, tile_expert, tile_shift, pair, row, n, num_rows, num_pairs,
+                 E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
     """A pair's row: its expert's first, and the pairs of that expert in earlier chunks, and earlier in this one. None, -1, for
-    pairs whose expert does not exist, and for those that there is no room for, among rows or in what is kept of h."""
+    pairs whose expert does not exist, and for those that there is no room for, among rows or in what is kept of h. And a share
+    of the tiles."""
     i = tl.arange(0, CHUNK)
     at = _origin(tl.program_id(0), CHUNK) + i
     expert = tl.load(ids + at, mask=at < n, other=-1)
@@ -1902,9 +1905,11 @@ def _place_pairs(ids, before, offsets, tile_shift, pair, row, n, num_rows, num_p
     earlier = tl.load(before + _origin(tl.program_id(0), E) + expert, mask=here, other=0)
     place = tl.load(offsets + expert, mask=here, other=0) + earlier + rank
     here = here & (place < num_rows)
-    fits = here & (place - tl.load(tile_shift + place // 128, mask=here, other=0) < num_pairs)
+    fits = here & (place - tl.load(shift + expert, mask=here, other=0) < num_pairs)
     tl.store(row + at, tl.where(fits, place, -1), mask=at < n)
     tl.store(pair + place, tl.where(fits, at, -1).to(tl.int32), mask=here)
+    for tile in range(tl.program_id(0), num_rows // 128, tl.num_programs(0)):
+        _describe_tile(tile, offsets, shift, end, tile_expert, tile_shift, pair, E, BINS)
 
 
 @triton.jit
@@ -1929,6 +1934,17 @@ def _sum_rows(y, y_row, scale, s_row, s_col, row_of, out, H: tl.constexpr, PER: 
     if out.dtype.element_ty == tl.bfloat16:
         total = _bfloat16(total)
     tl.store(out + token.to(tl.int64) * H + c, total, mask=c < H)
+
+
+@triton.jit
+def _sum_parts(parts, s_row, s_col, row_of, out, n, N: tl.constexpr, R: tl.constexpr):
+    """The sum of N numbers, column by column, of each row in row_of [n]; 0 where it is -1."""
+    at = _origin(tl.program_id(0), R) + tl.arange(0, R)
+    row = tl.load(row_of + at, mask=at < n, other=-1).to(tl.int64)
+    total = tl.zeros((R,), tl.float32)
+    for part in range(N):
+        total += tl.load(parts + row * s_row + part * s_col, mask=row >= 0, other=0)
+    tl.store(out + at, total, mask=at < n)
 
 
 @triton.jit
@@ -2829,17 +2845,16 @@ def group_rows(ids, num_experts, num_rows, num_pairs=None):
 
     num_rows: at least what the pairs take, each expert padded to 128; T * K + 127 * E, rounded up to 128, is always enough.
     num_pairs: at least as many as there are, if not T * K. Pairs that do not fit are left out, as if they were not here."""
-    n, chunk, bins = ids.numel(), 128, triton.next_power_of_2(num_experts + 1)
+    n, chunk, bins = ids.numel(), 128, max(2, triton.next_power_of_2(num_experts))
     chunks, tiles = _cdiv(n, chunk), num_rows // 128
     new = lambda *shape: ids.new_empty(shape, dtype=torch.int32)
     pair, row, offsets, expert, shift = new(num_rows), new(*ids.shape), new(num_experts + 1), new(tiles), new(tiles)
-    counts = new(chunks, num_experts)
-    ids = ids.contiguous()
-    _launch(_count_pairs, chunks, ids, counts, n, num_experts, bins, chunk)
-    _launch(_lay_out, 1, counts, offsets, expert, shift, pair, chunks, tiles, num_experts, bins, max(16, 4096 // bins),
-            num_warps=8)
-    _launch(_place_pairs, chunks, ids, counts, offsets, shift, pair, row, n, num_rows, n if num_pairs is None else num_pairs,
-            num_experts, chunk)
+    counts, ids = new(chunks, num_experts), ids.contiguous()
+    of_experts = new(2, num_experts).unbind()  # an expert's shift, and the row behind its last pair's
+    _launch(_count_pairs, chunks, ids, counts, n, num_experts, triton.next_power_of_2(num_experts + 1), chunk)
+    _launch(_lay_out, 1, counts, offsets, *of_experts, chunks, tiles, num_experts, bins, max(16, 4096 // bins), num_warps=8)
+    _launch(_place_pairs, max(chunks, 1), ids, counts, offsets, *of_experts, expert, shift, pair, row, n, num_rows,
+            n if num_pairs is None else num_pairs, num_experts, bins, chunk)
     return pair, row, offsets, expert, shift
 
 
@@ -2850,6 +2865,13 @@ def sum_rows(y, row, scale=None, dtype=None):
     out = y.new_empty((T, H), dtype=dtype or y.dtype)
     y, where = (y, (None, 0, 0)) if scale is None else (_bytes(y), (scale, *scale.stride()))
     _launch(_sum_rows, T * _cdiv(H, C), y, y.stride(0), *where, row.contiguous(), out, H, K, C, num_warps=1)
+    return out
+
+
+def sum_parts(parts, row):
+    """parts [M, N] float32, row [T, K] int32, -1 for none -> [T, K] float32, the sum over each row's N, in their order."""
+    out = parts.new_empty(row.shape)
+    _launch(_sum_parts, _cdiv(row.numel(), 256), parts, *parts.stride(), row.contiguous(), out, row.numel(), parts.shape[1], 256)
     return out
 
 

@@ -979,9 +979,13 @@ def group_rows(ids_TK: Tensor, num_experts: int, num_pairs: int | None = None) -
 def _groups(ids_TK: Tensor, w13: Tensor, num_pairs: int | None) -> Groups:
     """Of experts, or of a dense layer, whose weights have no expert axis. On a GPU tokens that fill no tile are padded as an
     expert's are."""
-    T, device = len(ids_TK), ids_TK.device
-    if w13.dim() == 3 or _on_gpu(ids_TK) and T % TILE:
+    if w13.dim() == 3 or _on_gpu(ids_TK) and len(ids_TK) % TILE:
         return group_rows(ids_TK, len(w13) if w13.dim() == 3 else 1, num_pairs)
+    return _dense_groups(len(ids_TK), ids_TK.device)
+
+
+@functools.lru_cache(maxsize=16)  # made once: filling them takes four launches, and every dense layer asks twice
+def _dense_groups(T: int, device: torch.device) -> Groups:
     row, zeros = torch.arange(T, device=device, dtype=torch.int32), torch.zeros(-(-T // TILE), device=device, dtype=torch.int32)
     return Groups(row, row[:, None], torch.arange(2, device=device, dtype=torch.int32) * T, zeros, zeros, T, dense=True)
 
@@ -1133,9 +1137,11 @@ def _swiglu_backward(da_M: Tensor, h_kept, weights_TK: Tensor, groups: Groups, r
     return dh, dh.t(), a.t(), dp_M
 
 
-def _of_pairs(row_M: Tensor, like_TK: Tensor, groups: Groups) -> Tensor:
-    """A number of each row -> of each pair [T, K], 0 where the expert is not here."""
-    return _gather(row_M, groups.row_TK.flatten()).view_as(like_TK).to(like_TK.dtype)
+def _of_pairs(parts_MN: Tensor, like_TK: Tensor, groups: Groups) -> Tensor:
+    """Summands of a number of each row -> their sum for each pair [T, K], 0 where the expert is not here."""
+    if groups.on_gpu and parts_MN.dtype == torch.float32:
+        return kernels.sum_parts(parts_MN, groups.row_TK).to(like_TK.dtype)
+    return _gather(parts_MN.sum(1), groups.row_TK.flatten()).view_as(like_TK).to(like_TK.dtype)
 
 
 def _expert_operands(weight: Tensor, recipe: Recipe, dtype: torch.dtype, fill: Callable[[Tensor], Tensor] | None):
@@ -1185,7 +1191,7 @@ class _SwiGLU(torch.autograd.Function):
             dh_cols, a_cols = (_unfilled(cols, w2.shape[-1], n) for cols, n in ((dh_cols, 2), (a_cols, 1)))
         dx = dw13 = dw2 = dweights_TK = None
         if ctx.needs_input_grad[1] or ctx.depart is not None:
-            dweights_TK = _of_pairs(dp_MN.sum(1), weights_TK, groups)
+            dweights_TK = _of_pairs(dp_MN, weights_TK, groups)
         if ctx.needs_input_grad[3]:
             dw2 = _grouped_wgrad(dy_cols, a_cols, groups, w2)
         del da_M, h_kept, dy_cols, a_cols

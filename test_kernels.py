@@ -607,6 +607,16 @@ def test_sum_rows(dtype):
     assert_same(flat([run("sum_rows", y, groups.row_TK.int())]), [quant._sum_rows(y, groups)])
 
 
+@pytest.mark.parametrize("N", (1, 3, 16))
+def test_sum_parts(N):
+    """Of whole numbers, whose sums are exact in any order: one column after the other, as SwiGLU's backward writes them, or not."""
+    parts = torch.randint(-9, 9, (N, 40), generator=torch.Generator().manual_seed(N)).float().t()
+    row = torch.randint(-1, 40, (150, 3), generator=torch.Generator().manual_seed(4)).int()
+    want = parts.sum(1)[row.long()].masked_fill(row < 0, 0)
+    for given in (parts, parts.contiguous()):
+        assert_same([run("sum_parts", given, row)], [want])
+
+
 @pytest.mark.parametrize("width", (128, 192, 1280))
 def test_sum_fp8_rows(width):
     """What came home in FP8, one row out of a NaN; and rows that stand apart, as in messages."""
@@ -1246,6 +1256,7 @@ def every_launch():
     yield "group_rows", [pair.view(32, 8), 256, 4096], False
     yield "sum_rows", [x, pair.view(32, 8)], False
     yield "sum_rows", [q8.data, pair.view(32, 8), q8.scale, torch.bfloat16], False
+    yield "sum_parts", [p.view(16, 16).t(), pair.view(32, 8)], False
     yield "place_messages", [pair.view(32, 8), 8, 32, torch.zeros(32, 2, dtype=torch.int32)], False
     both, ids = [pair[:64].view(32, 2), p[:64].view(32, 2)], pair[:64].view(32, 2)
     for data, scale in ((x, None), q8, q4):
