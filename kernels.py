@@ -2852,7 +2852,7 @@ def group_rows(ids, num_experts, num_rows, num_pairs=None):
     counts, ids = new(chunks, num_experts), ids.contiguous()
     of_experts = new(2, num_experts).unbind()  # an expert's shift, and the row behind its last pair's
     _launch(_count_pairs, chunks, ids, counts, n, num_experts, triton.next_power_of_2(num_experts + 1), chunk)
-    _launch(_lay_out, 1, counts, offsets, *of_experts, chunks, tiles, num_experts, bins, max(16, 4096 // bins), num_warps=8)
+    _launch(_lay_out, 1, counts, offsets, *of_experts, chunks, tiles, num_experts, bins, max(16, 4096 // bins))
     _launch(_place_pairs, max(chunks, 1), ids, counts, offsets, *of_experts, expert, shift, pair, row, n, num_rows,
             n if num_pairs is None else num_pairs, num_experts, bins, chunk)
     return pair, row, offsets, expert, shift
