@@ -2919,9 +2919,9 @@ def quantize_to_messages(x, others, index, size, per=1):
 
 
 def unpack_rows(messages, codes, scales, scale=None, ids=None, weights=None, held=range(0)):
-    """Of messages that begin with so many bytes of codes and so many scales, each part padded to PART bytes: into each tensor that
-    is given FP8's scale [N, S], ids and weights [N, K], contiguous. ids count from the first of `held`, and are -1 for what is
-    not in it."""
+    """Of messages that begin with so many bytes of codes and so many scales, each part padded to PART bytes: into each tensor
+    that is given FP8's scale [N, S], ids and weights [N, K], contiguous. ids count from the first of `held`, and are -1 for what
+    is not in it."""
     (N, size), R = messages.shape, 32
     where = (None, 0, 0) if scale is None else (scale, *scale.stride())
     _launch(_unpack_rows, _cdiv(N, R), messages, *where, ids, _words(weights), held.start, held.stop, N,
