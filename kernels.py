@@ -844,10 +844,7 @@ def _fp8_to_fp4(data, scale, s_row, s_col, data4, scale4, M, K: tl.constexpr, R:
     """FP8 rows, data as words [M, K/4] -> MXFP4 rows: a block's largest code gives its exponent."""
     tile_m, tile_k = _tile(K, C)
     row0, r = _origin(tile_m, R), tl.arange(0, R)
-    k, col = _origin(tile_k, C // 4), tl.arange(0, C // 4)
-    # read for the last time: it need not push out of the L2 cache what others wrote, and wait until that is in memory
-    inside = _below(row0, r, M)[:, None] & _in_width(k, col, K // 4)[None, :]
-    words = tl.load(_pointers(data, row0, r, k, col, K // 4, 1), mask=inside, other=0, eviction_policy="evict_first")
+    words = _load(data, row0, r, _origin(tile_k, C // 4), tl.arange(0, C // 4), K // 4, 1, M, K // 4)
     low, high = tl.split(_blocks(words, 2))
     a, b = _codes_to_halves(low)
     c, d = _codes_to_halves(high)
