@@ -146,9 +146,10 @@ def loss(args, flags):
     The precision `paper` is mxfp4 with SwiGLU's output in MXFP4 too, see the function `paper`.
 
     Leaves in --out a folder a run, loss.csv, loss_summary.csv (mean deviation from bf16, paired by seed, with its 95 %
-    interval) and loss.png. Run again, the same command does what is missing: finished runs stay, one that was cut goes on.
-    --slice_minutes cuts it into portions, --runs=1/2 and --runs=2/2 share the runs between two processes, each with a
-    GPU of its own (CUDA_VISIBLE_DEVICES). A finished run's ckpt folder may be deleted.
+    interval), loss_curves.csv (running means of the training loss) and loss.png. Run again, the same command does what is
+    missing: finished runs stay, one that was cut goes on. --slice_minutes cuts it into portions, --runs=1/2 and --runs=2/2
+    share the runs between two processes, each with a GPU of its own (CUDA_VISIBLE_DEVICES). A finished run's ckpt folder may
+    be deleted.
     """
     usual = trainer.parse_flags(flags)
     seeds, precisions = args.seeds.split(","), args.precisions.split(",")
@@ -172,7 +173,9 @@ def loss(args, flags):
     rows = table(args.out)
     if rows:
         print(summary(rows, args.out))
-        plot_runs([args.out / f"{row['precision']}-{row['seed']}" for row in rows], args.out / "loss.png")
+        folders = [args.out / f"{row['precision']}-{row['seed']}" for row in rows]
+        curves_table(folders, args.out / "loss_curves.csv")
+        plot_runs(folders, args.out / "loss.png")
 
 
 def share_of(flag, text):
@@ -284,6 +287,16 @@ def write_table(path, columns, rows):
         writer.writeheader()
         writer.writerows(rows)
     part.replace(path)
+
+
+def curves_table(folders, path):
+    """The running mean of each run's training loss at some 200 steps, a column a run."""
+    curves = {folder.name: running_mean(read_run(folder)[1]) for folder in folders}
+    steps = sorted(set().union(*curves.values()))
+    every = max(1, len(steps) // 200)
+    rows = [{"step": step} | {name: round(curve[step], 5) for name, curve in curves.items() if step in curve}
+            for step in steps[every - 1 :: every]]
+    write_table(path, ("step", *curves), rows)
 
 
 def summary(rows, folder):
@@ -574,34 +587,69 @@ def plot(args, flags):
 
 
 def plot_runs(folders, path):
-    """Three panels: training loss (running mean), validation loss, and training loss against bf16 of the same seed."""
-    plt = pyplot()
-    runs = [(str(folder), *read_run(folder)) for folder in folders]
-    runs = [(name, config | {"precision": read_arm(Path(name), config)}, rows) for name, config, rows in runs]
-    curves = {name: running_mean(rows) for name, _, rows in runs}
-    reference = {config["seed"]: curves[name] for name, config, _ in runs if config["precision"] == "bf16"}
+    """Three panels: training loss (running mean; marks: validation), then how far it, and in the end the validation loss, lies
+    from bf16's of the same seed. Runs are thin lines or dots; bold, of several seeds, their mean with its 95 % interval."""
+    plt, arms = pyplot(), {}  # {name: {seed: (config, rows)}}
+    for folder in folders:
+        config, rows = read_run(folder)
+        name = read_arm(Path(folder), config)
+        name += f" ({folder})" * (config["seed"] in arms.get(name, {}))
+        arms.setdefault(name, {})[config["seed"]] = rows
     with plt.rc_context(RULES):
-        figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-        for name, config, rows in runs:
-            same = [c for _, c, _ in runs if (c["precision"], c["seed"]) == (config["precision"], config["seed"])]
-            label = f"{config['precision']}, seed {config['seed']}" + f" ({name})" * (len(same) > 1)
-            line = {"color": COLOURS[config["precision"]], "linestyle": DASHES[config["seed"] % len(DASHES)], "lw": 1.3}
-            panels[0].plot(*zip(*curves[name].items()), label=label, **line)
-            evaluated = [(row["step"], row["val_loss"]) for row in rows if row.get("val_loss") is not None]
-            if evaluated:
-                panels[1].plot(*zip(*evaluated), label=label, marker="o", ms=3, **line)
-            base = reference.get(config["seed"], {})
-            off = [(step, 100 * (loss / base[step] - 1)) for step, loss in curves[name].items() if step in base]
-            if off and config["precision"] != "bf16":
-                panels[2].plot(*zip(*off), label=label, **line)
-        panels[2].axhline(0, color=COLOURS["bf16"], lw=0.8)
-        titles = ("training loss, running mean", "validation loss, quantisation off", "training loss against bf16")
-        for panel, title, unit in zip(panels, titles, ("nats a token", "nats a token", "%")):
+        figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained", width_ratios=(5, 5, 4))
+        bf16 = arms.get("bf16", {})
+        curves = {name: {seed: running_mean(rows) for seed, rows in runs.items()} for name, runs in arms.items()}
+        others = [name for name, runs in arms.items() if name != "bf16" and set(runs) & set(bf16)]
+        more = iter(itertools.cycle(MORE_COLOURS))
+        for name, runs in curves.items():
+            colour = COLOURS.get(name) or next(more)
+            draw_seeds(panels[0], runs, colour, name, False)
+            for seed, rows in arms[name].items():
+                at = [(row["step"], row["val_loss"]) for row in rows if row.get("val_loss") is not None]
+                panels[0].plot(*(zip(*at) if at else ((), ())), "o", ms=3, color=colour)
+            if name in others:
+                off = {seed: {step: 100 * (loss / curves["bf16"][seed][step] - 1) for step, loss in curve.items()
+                              if step in curves["bf16"][seed]} for seed, curve in runs.items() if seed in bf16}
+                draw_seeds(panels[1], off, colour, name, True)
+                draw_ends(panels[2], others.index(name), arms[name], bf16, colour)
+        for panel in panels[1:]:
+            panel.axhline(0, color=COLOURS["bf16"], lw=0.8)
+        titles = "training loss", "training loss against bf16, by seed", "validation loss in the end, quantisation off"
+        for panel, title, unit in zip(panels, titles, ("nats a token", "%", "% from bf16")):
             panel.set(title=title, xlabel="optimizer step", ylabel=unit)
+        panels[2].set(xlabel="", xticks=range(len(others)), xticklabels=others, xlim=(-0.6, max(1, len(others)) - 0.4))
         panels[0].legend()
         figure.savefig(path, dpi=160)
         plt.close(figure)
     print(f"wrote {path}")
+
+
+def draw_seeds(panel, curves, colour, label, shade):
+    """Curves {seed: {step: value}}, thin, and where there are several their mean; shade: its 95 % interval, from three on."""
+    alone = len(curves) == 1
+    for curve in curves.values():
+        panel.plot(curve.keys(), curve.values(), color=colour, lw=1.3 if alone else 0.5, alpha=1 if alone else 0.4,
+                   label=label if alone else None)
+    if not alone:
+        steps = sorted(set.intersection(*map(set, curves.values())))
+        spread = [interval([curve[step] for curve in curves.values()]) for step in steps]
+        means = [mean for mean, _ in spread]
+        panel.plot(steps, means, color=colour, lw=1.6, label=f"{label}, {len(curves)} seeds")
+        if shade and len(curves) > 2:
+            low, high = ([mean + sign * half for mean, half in spread] for sign in (-1, 1))
+            panel.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
+
+
+def draw_ends(panel, x, runs, bf16, colour):
+    """The last validation loss of each run against that of bf16's, and the mean with its 95 % interval."""
+    last = lambda rows: rows[-1].get("val_loss") if rows else None
+    off = [100 * (last(rows) / last(bf16[seed]) - 1) for seed, rows in runs.items()
+           if seed in bf16 and last(rows) and last(bf16[seed])]
+    if off:
+        mean, half = interval(off)
+        panel.plot([x - 0.15] * len(off), off, "o", ms=3.5, color=colour, alpha=0.5)
+        panel.errorbar(x + 0.1, mean, half if len(off) > 2 else None, fmt="o", ms=6, capsize=4, color=colour)
+        panel.annotate(f"{mean:+.2f} %", (x + 0.16, mean), (4, 0), textcoords="offset points", va="center", fontsize=8.5)
 
 
 def pyplot():
@@ -856,6 +904,7 @@ def draw_error(figure, rows):
     left.axvline(0, color="k", lw=0.8)
     left.set(title="validation loss of the quantised forward", xlabel="% from bf16", yticks=range(len(settings)),
              yticklabels=settings, ylim=(len(settings) - 0.5, -0.5))
+    left.locator_params(axis="x", nbins=6)
     left.legend(title="checkpoint of", title_fontsize=8)
     right.set(title="gradient: part at right angles to bf16's, % of its norm", xticks=range(len(kinds)),
               xticklabels=[re.sub("mla|fc", lambda found: found[0].upper(), kind).replace("_", "\n") for kind in kinds])
@@ -1972,11 +2021,11 @@ def comm(args, flags):
     """Times the four exchanges of an expert layer between ranks, in each wire format. Start it with torchrun.
 
     sent=once: each token once to each rank that holds experts of its top k; sent=pairs: once for each expert, all summed at
-    home, as a wire without that does. ms: the slowest rank's, median of 20. dispatch is quantising, counting, the host's read,
-    sending and fan-out to experts; combine is sending home and the sum there; combine's backward quantises dy and fans it out
-    as rows and columns; dispatch's backward brings dx and the weights' gradients home. mb: what a rank sends; gb_per_s: of
-    what goes to others. One row an exchange in --out, results/<card>/comm.csv if not given. Without GPUs it runs on gloo, for
-    tests.
+    home, as a wire without that does. ms: the slowest rank's, median of 40, wires in turns. dispatch is quantising, counting,
+    the host's read, sending and fan-out to experts; combine is sending home and the sum there; combine's backward quantises dy
+    and fans it out as rows and columns; dispatch's backward brings dx and the weights' gradients home. mb: what a rank sends;
+    gb_per_s: of what goes to others. One row an exchange in --out, results/<card>/comm.csv if not given. Without GPUs it runs
+    on gloo, for tests.
     """
     names = shape_names(args, flags, COMM_SHAPES)
     if "RANK" not in os.environ:
@@ -2003,10 +2052,10 @@ def comm(args, flags):
 def comm_rows(name, sent):
     """The rows of the table for one shape, every wire's exchanges and their sum."""
     (T, config), ranks, bf16 = COMM_SHAPES[name], dist.get_world_size(), {}
-    for wire, recipe in WIRES.items():
-        layer = exchanges_of(T, config, recipe, sent == "pairs")
-        ms = slowest(timed(next(layer)))
-        route, size = next(layer)
+    layers = [exchanges_of(T, config, recipe, sent == "pairs") for recipe in WIRES.values()]
+    times = timed([next(layer) for layer in layers])
+    for wire, layer, ms in zip(WIRES, layers, times):
+        ms, (route, size) = slowest(ms), next(layer)
         out, home = sum(route.sent), sum(route.received)
         others = [n - rows[dist.get_rank()] for n, rows in ((out, route.sent), (home, route.received))]
         bytes_of = {what: (size[what] * (out, home)[i % 2], size[what] * others[i % 2]) for i, what in enumerate(size)}
@@ -2069,33 +2118,38 @@ def exchanges_of(T, config, recipe, pairs):
     yield state.got.route, model.message_bytes(dataclasses.replace(config, top_k=top_k), recipe, dtype)
 
 
-def timed(works, rounds=20):
-    """Median ms of each of the first four calls, made one after the other; the last prepares what they need. All ranks begin each
-    together, the L2 cache flushed; the GPU sleeps for as long as the CPU needs to send the call."""
-    *works, prepare = works
-    gpu, times = torch.cuda.is_available(), [[] for _ in works]
-    flush = torch.empty(2**28, dtype=torch.uint8, device="cuda") if gpu else None
+def timed(layers, rounds=40):
+    """Median ms of each layer's first four calls, made one after the other; its last prepares what they need. Layers take turns,
+    so that a slow while of the host meets all of them."""
+    flush = torch.empty(2**28, dtype=torch.uint8, device="cuda") if torch.cuda.is_available() else None
+    times = [[[] for _ in works] for *works, _ in layers]
     for _ in range(rounds + 3):  # three to warm up
-        for i, work in enumerate(works):
-            if i == 1:
-                prepare()
-            if not gpu:
-                dist.barrier()
-                began = time.perf_counter()
-                work()
-                times[i].append(1e3 * (time.perf_counter() - began))
-                continue
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            flush.zero_()
-            dist.barrier()
-            torch.cuda.synchronize()
-            torch.cuda._sleep(6_000_000)  # 3 ms
-            events[0].record()
-            work()
-            events[1].record()
-            torch.cuda.synchronize()
-            times[i].append(events[0].elapsed_time(events[1]))
-    return [statistics.median(t[3:]) for t in times]
+        for (*works, prepare), of_layer in zip(layers, times):
+            for i, work in enumerate(works):
+                if i == 1:
+                    prepare()
+                of_layer[i].append(once_ms(work, flush))
+    return [[statistics.median(t[3:]) for t in of_layer] for of_layer in times]
+
+
+def once_ms(work, flush):
+    """One call in ms. All ranks begin together, the L2 cache flushed; the GPU sleeps for as long as the CPU needs to send the
+    call."""
+    if flush is None:
+        dist.barrier()
+        began = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - began)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    flush.zero_()
+    dist.barrier()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(6_000_000)  # 3 ms
+    events[0].record()
+    work()
+    events[1].record()
+    torch.cuda.synchronize()
+    return events[0].elapsed_time(events[1])
 
 
 def slowest(ms):
@@ -2120,7 +2174,6 @@ CARDS = {"h200": Card(139.8, 989, 4.27), "h100-80g": Card(79.1, 989, 2.98), "h80
          "h20-96g": Card(95.2, 148, 3.56)}
 BETWEEN_HOSTS = 50  # GB/s a direction and GPU, with a 400 Gbit/s adapter each
 ATTENTION = 538e12, 417e12  # FLOP/s of cuDNN on an H200, causal, 4096 tokens: forward; forward and backward, seven products
-HOT = 1217 / 1385  # of a GEMM's rate after a pause, as in gemm.csv, what is left back to back at 700 W: 8192 x 7168 x 2048, NOTES
 LAUNCHES = 150  # of a MoE layer, forward and backward, as profiles of slices counted them (145 to 155)
 ONCE = "optimizer", "weights", "gradients of copies"  # a step, not a micro-batch
 PLAN_DEFAULTS = "--preset=v3", "--seq_len=4096", "--batch_size=1", "--moments=bf16"
@@ -2296,7 +2349,7 @@ def seconds(op, card):
     of its nearest in bytes; what no table has moves at the speed of a copy."""
     faster, moves = card.tflops / CARDS["h200"].tflops, 1e12 * card.copy / CARDS["h200"].copy
     if op.shape:
-        return op.amount / faster / HOT / gemm_rate(op.kind, op.shape, op.wgrad)
+        return op.amount / faster / gemm_rate(op.kind, op.shape, op.wgrad)
     if op.kind.startswith("attention"):
         forward, both = ATTENTION
         return op.amount / faster / (forward if op.kind == "attention" else 5 / (7 / both - 2 / forward))
@@ -2309,7 +2362,8 @@ def seconds(op, card):
 
 @functools.cache
 def gemm_rate(kind, shape, wgrad):
-    """FLOP/s on an H200: of the nearest measured GEMM, times how much fuller or emptier the last wave of tiles is."""
+    """FLOP/s on an H200, back to back: of the nearest measured GEMM, times how much fuller or emptier the last wave of tiles
+    is."""
     full = lambda E, M, N, K: (lambda tiles: tiles / (132 * math.ceil(tiles / 132)))(
         E * math.ceil((N if wgrad else M / E) / 128) * math.ceil((K if wgrad else N) / 256))
     away = lambda a, b: abs(math.log(a[1] / a[0] / b[1] * b[0])) + abs(math.log(a[2] / b[2])) + abs(math.log(a[3] / b[3]))
@@ -2319,7 +2373,7 @@ def gemm_rate(kind, shape, wgrad):
             have = tuple(float(row[name]) for name in "EMNK")
             if nearest is None or away(shape, have) < away(shape, nearest):
                 nearest = have
-                rate = 1e12 * float(row["tflops"]) / (1 if kind == "fp8" else float(row["times_bf16_grouped"]))
+                rate = 1e12 * float(row["sustained_tflops"]) / (1 if kind == "fp8" else float(row["times_bf16_grouped"]))
     return rate * full(*shape) / full(*nearest)
 
 

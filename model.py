@@ -1589,7 +1589,7 @@ def _attention_backward(s: Share, kept: dict[str, float]) -> float:
 
 
 class Op(NamedTuple):
-    """A piece of work: a GEMM out_MN = a_MK b_NKᵀ, its M rows spread over E experts; attention; or bytes that a kernel moves."""
+    """A piece of work: a GEMM out_MN = a_MK b_NKᵀ, its M rows spread over E experts; attention; bytes that a kernel moves."""
     part: str         # of the model
     kind: str         # fp8 | bf16: operands of a GEMM; attention, its backward; else the kernel, as bench.py kernels names it
     amount: float     # FLOPs, or bytes read and written

@@ -211,6 +211,23 @@ def test_interval_by_hand(tmp_path):
     assert "95 % interval -7.78 to +11.28" in said
 
 
+def test_curves_and_their_picture(tmp_path):
+    """Three seeds of two precisions, one of which lacks the last step's validation; and a second run of a seed."""
+    runs = {f"{precision}-{seed}": (precision, seed) for precision in ("bf16", "fp8") for seed in range(3)} | {"b": ("fp8", 0)}
+    for name, (precision, seed) in runs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"config": {"precision": precision, "seed": seed}}))
+        rows = [{"step": step, "loss": 2 / step + seed, "val_loss": None} for step in range(1, 41)]
+        rows[-1]["val_loss"] = None if name == "fp8-2" else 1.0 + seed
+        (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bench.plot_runs(sorted(tmp_path.glob("*")), tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    bench.curves_table([tmp_path / "bf16-0", tmp_path / "fp8-2"], tmp_path / "curves.csv")
+    table = list(csv.DictReader((tmp_path / "curves.csv").open()))
+    assert list(table[0]) == ["step", "bf16-0", "fp8-2"] and len(table) == 40
+    assert table[3] == {"step": "4", "bf16-0": f"{(2 / 3 + 2 / 4) / 2:.5f}", "fp8-2": f"{2 + (2 / 3 + 2 / 4) / 2:.5f}"}
+
+
 def test_slices_go_on_bit_for_bit(micro, tmp_path, monkeypatch, capsys):
     """Runs cut after every second step, and runs shared between two calls, end where uncut ones do."""
     flags = words(micro(steps=4), "precision", "seed", "out_dir", "resume", "log_every")

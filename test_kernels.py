@@ -609,7 +609,7 @@ def test_sum_rows(dtype):
 
 @pytest.mark.parametrize("N", (1, 3, 16))
 def test_sum_parts(N):
-    """Of whole numbers, whose sums are exact in any order: one column after the other, as SwiGLU's backward writes them, or not."""
+    """Of whole numbers, whose sums are exact in any order: column by column, as SwiGLU's backward writes them, or row by row."""
     parts = torch.randint(-9, 9, (N, 40), generator=torch.Generator().manual_seed(N)).float().t()
     row = torch.randint(-1, 40, (150, 3), generator=torch.Generator().manual_seed(4)).int()
     want = parts.sum(1)[row.long()].masked_fill(row < 0, 0)
@@ -1264,7 +1264,8 @@ def every_launch():
         size = quant.message_bytes(name, 7168, torch.bfloat16, (torch.int32, 2), (torch.float32, 2))
         codes, message = data.shape[1] * data.element_size(), torch.zeros(32, size, dtype=torch.uint8)
         yield "pack_rows", [data, scale, both, pair[:32], size], False
-        fp8, scales = scale if scale is not None and scale.dtype == torch.float32 else None, 0 if scale is None else scale.shape[1]
+        fp8 = scale if scale is not None and scale.dtype == torch.float32 else None
+        scales = 0 if scale is None else scale.shape[1]
         yield "unpack_rows", [message, codes, scales, fp8, ids, p[:64].view(32, 2), range(8, 16)], False
     yield "quantize_to_messages", [x, both[1:], pair[:32], 7168 + 64 + 16], False
     yield "token_losses", [x, end.long().repeat(16)], True
