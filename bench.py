@@ -933,15 +933,19 @@ def draw_kept(panel, shape, rows):
     bf16 = {row["recompute"]: row["layers_tokens_per_s"] for row in rows if row["precision"] == "bf16"}
     times = lambda row: (f"{row['layers_tokens_per_s'] / bf16[row['recompute']]:.2f}x"
                          if row["layers_tokens_per_s"] and bf16.get(row["recompute"]) else fits(row))
+    against_fp8 = [row["layers_times_fp8"] if row["precision"] not in ("bf16", "fp8") else None for row in rows]
     panel.set(title=f"{shape_title(shape)}, one of {ranks} ranks", xlabel="recomputed in backward",
               ylabel="kept by a MoE layer, KB a token", xticks=at,
-              xticklabels=[f"{row['precision']}\n{times(row)}" for row in rows])
-    panel.tick_params(axis="x", labelsize=7.5, length=0)
+              xticklabels=[f"{row['precision']}\n{times(row)}" + (f"\n{fp8:.3f}x fp8" if fp8 else "")
+                           for row, fp8 in zip(rows, against_fp8)])
+    panel.tick_params(axis="x", labelsize=7, length=0)
+    for label, fp8 in zip(panel.get_xticklabels(), against_fp8):
+        label.set_color("#c00000" if fp8 and fp8 < 1 else "black")  # where we lose
     panel.grid(axis="x", visible=False)
     panel.xaxis.labelpad = 20
     for scope in scopes:
         middle = statistics.fmean(x for x, row in zip(at, rows) if row["recompute"] == scope)
-        panel.annotate(scope, (middle, 0), (0, -28), xycoords=("data", "axes fraction"), textcoords="offset points", ha="center",
+        panel.annotate(scope, (middle, 0), (0, -36), xycoords=("data", "axes fraction"), textcoords="offset points", ha="center",
                        va="top", fontsize=8.5)
 
 
@@ -1871,17 +1875,18 @@ def kept(args, flags):
 
 # ---- all ----
 
-TABLES = ("kernels", "gemm", "layer", "train", "in_flight", "in_flight_80gb")  # of one GPU; the last three are of `train`
-PARTS = {"v3": 0, "v2-lite": 2, "v3-all": 2}  # which of three parts has a shape; others are in the middle one
-KEYS = ("shape", "groups", "kernel", "pair", "gemm", "E", "M", "N", "K", "layer", "layers", "precision", "recompute", "in_flight",
-        "tokens", "limit_gib")
+TABLES = ("kernels", "gemm", "layer", "profile", "train", "in_flight", "in_flight_80gb")  # of one GPU; the last three: `train`
+PARTS = {"v3": 0, "v2": 1, "v3-32": 1, "v2-lite": 2, "v3-all": 2,  # of three, which has a table, all of it or of a shape
+         "in_flight": 1, "in_flight_80gb": 1, "train v2": 0}
+KEYS = ("shape", "groups", "kernel", "pair", "gemm", "E", "M", "N", "K", "layer", "layers", "precision", "recompute", "kind",
+        "in_flight", "tokens", "limit_gib")
 
 
 def all_(args, flags):
     """Measures every committed table of one GPU again, in parts, and lists what differs by more than 5 %.
 
-    What is measured is what results/h200 has rows of: kernels.csv, gemm.csv, layer.csv, train.csv (three rounds), in_flight.csv
-    and in_flight_80gb.csv (one round). --part=i/3 is one of three parts of less than 9 minutes on an H200, split by shape.
+    What is measured is what results/h200 has rows of: kernels.csv, gemm.csv, layer.csv, profile.csv, train.csv (three rounds),
+    in_flight.csv and in_flight_80gb.csv (one round). --part=i/3 is one of three parts of less than 9 minutes on an H200.
     Tables grow in --out, a shape or a slice's recompute scope at a time: what has rows there of this commit, card, torch and
     triton is not measured again, so the same command goes on where one was cut. Compared is with results/<card>.
     """
@@ -1897,7 +1902,8 @@ def all_(args, flags):
     todo = {}  # (table, command): what tells its rows
     for name in TABLES:
         for row in map(numbers, read_table(results / "h200" / f"{name}.csv")):
-            if PARTS.get(row["shape"], 1) % n == i - 1:
+            part = next(PARTS[which] for which in (name, f"{name} {row['shape']}", row["shape"]) if which in PARTS)
+            if part % n == i - 1:
                 command, same = job(name, row)
                 todo[(name, *command)] = same
     lines, agree = [], 0
@@ -1910,8 +1916,11 @@ def all_(args, flags):
 
 def job(name, row):
     """(the command that measures a row of a table and what belongs to it, {column: value} that all these have)."""
-    if name not in TABLES[3:]:
+    if name in ("kernels", "gemm", "layer"):
         return (name, f"--shapes={row['shape']}"), {"shape": row["shape"]}
+    if name == "profile":
+        same = {column: row[column] for column in ("shape", "layers", "recompute")}
+        return (name, f"--shapes={row['shape']}", f"--layers={row['layers']:.0f}", f"--recompute={row['recompute']}"), same
     same = {column: row[column] for column in ("shape", "layers", "recompute", "in_flight", "limit_gib")}
     return ("train", f"--shapes={row['shape']}", f"--layers={row['layers']:.0f}", f"--recompute={row['recompute']}",
             f"--in_flight={row['in_flight']:.0f}", f"--memory_gb={row['limit_gib'] * 2**30 / 1e9:.1f}",

@@ -61,7 +61,7 @@ def test_all_tables_in_parts(on_a_card, tmp_path, capsys):
         main(["all", f"--part={part}", f"--out={tmp_path}"])
         said.append(capsys.readouterr().out)
     done = {(words[0], words[1]) for words in commands}
-    assert {name for name, _ in done} == {"kernels", "gemm", "layer", "train"}
+    assert {name for name, _ in done} == {"kernels", "gemm", "layer", "profile", "train"}
     assert len(commands) == len(set(map(tuple, commands))) and done >= {
         (name, f"--shapes={shape}") for name, shape in shapes if "in_flight" not in name}
     was = float(bench.read_table(H200 / "gemm.csv")[0]["us"])
