@@ -74,10 +74,10 @@ from model import PRESETS
 from quant import RECIPES
 
 ARMS = (*RECIPES, "paper")  # what `loss` trains: paper is mxfp4 with what the function `paper` adds
-COLUMNS = ("precision", "seed", "steps", "val_loss", "val_loss_quantized", "seconds", "device", "torch", "triton",
-           "commit", "date")
+NOTED = ("device", "driver", "torch", "triton", "commit", "date")  # the last columns of each table: `environment`
+COLUMNS = ("precision", "seed", "steps", "val_loss", "val_loss_quantized", "seconds", *NOTED)
 SUMMARY_COLUMNS = ("precision", "steps", "seeds", "val_loss", "percent_from_bf16", "percent_low", "percent_high",
-                   "percent_by_seed", "device", "torch", "commit")
+                   "percent_by_seed", *NOTED)
 # 97.5 % points of Student's t for 1, 2, ... degrees of freedom
 T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
          2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
@@ -86,24 +86,30 @@ COLOURS = {"bf16": "#333333", "fp8": "#0072b2", "mxfp4": "#d55e00", "paper": "#0
 MORE_COLOURS = ("#999999", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#f0e442")  # with those above, Okabe and Ito's
 RULES = {"font.size": 9, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
          "grid.alpha": 0.3, "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8}
-DASHES = ("-", "--", ":", "-.")  # by seed
 SMOOTHING = 0.05  # of a run: the window of the running mean of training losses
 
 
 def environment():
-    """On what and with what this process runs: device, torch, triton, commit, date (UTC)."""
+    """On what and with what this process runs: device, its driver, torch, triton, commit, date (UTC)."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
-    commit = os.environ.get("NANOFP4_COMMIT", "")  # where the code runs without its git folder, or with an older one
-    try:
-        commit = commit or subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        pass
+    # NANOFP4_COMMIT: where the code runs without its git folder, or with an older one
+    commit = os.environ.get("NANOFP4_COMMIT", "") or answer_of(git)
+    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    driver = answer_of(smi) if torch.cuda.is_available() else ""
     try:
         triton = metadata.version("triton")
     except metadata.PackageNotFoundError:
         triton = ""
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"device": device_name(), "torch": torch.__version__, "triton": triton, "commit": commit, "date": date}
+    return dict(zip(NOTED, (device_name(), driver, torch.__version__, triton, commit, date)))
+
+
+def answer_of(command):
+    """What a command prints, nothing where it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def device_name():
@@ -344,7 +350,7 @@ KINDS = {"router": r"\.router\.", "experts_fc1": r"\.experts\.w13", "experts_fc2
          "dense": r"\.ffn\.(shared\.)?w", "other": ""}  # of weights, by name: the first that fits
 ERROR_COLUMNS = ("checkpoint", "precision", "seed", "step", "setting", "tokens", "val_loss", "percent_from_bf16",
                  "percent_interval", "batches", *(f"{what}_{kind}" for kind in ("all", *KINDS) for what in ("cosine", "ratio")),
-                 "device", "torch", "triton", "commit", "date")
+                 *NOTED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -706,7 +712,7 @@ def number(cell):
 
 def numbers(row):
     """A row of a table, what are no facts of its environment as numbers."""
-    return {name: cell if name in COLUMNS[-5:] else number(cell) for name, cell in row.items()}
+    return {name: cell if name in NOTED else number(cell) for name, cell in row.items()}
 
 
 def read_table(path):
@@ -976,7 +982,7 @@ def draw_comm(figure, rows):
 SHAPES = {"v3": (26400, 8, 8, 7168, 2048, 32768), "v2": (4096, 6, 20, 5120, 1536, 24576),
           "v2-lite": (16384, 6, 64, 2048, 1408, 98304)}
 KERNEL_COLUMNS = ("shape", "groups", "kernel", "us", "tb_per_s", "percent_of_copy", "unique_mb", "times_pair", "pair", "host_us",
-                  "copy_tb_per_s", "device", "torch", "triton", "commit", "date")
+                  "copy_tb_per_s", *NOTED)
 
 
 def kernels(args, flags):
@@ -1252,8 +1258,7 @@ def chains(t):
 GEMM_SHAPES = {"v3": (8, 32768, 7168, 2048), "v3-32": (32, 32768, 2048, 2048), "v2": (20, 24576, 5120, 1536),
                "v2-lite": (64, 98304, 2048, 1408)}
 GEMM_COLUMNS = ("shape", "groups", "gemm", "E", "M", "N", "K", "us", "tflops", "percent_of_roof", "times_bf16_grouped",
-                "times_scaled_mm_loop", "times_deep_gemm", "roof_tflops", "sustained_tflops", "device", "torch", "triton",
-                "commit", "date")
+                "times_scaled_mm_loop", "times_deep_gemm", "roof_tflops", "sustained_tflops", *NOTED)
 
 
 def gemm(args, flags):
@@ -1373,8 +1378,7 @@ def deep_gemm_grouped(a8, b8, sizes, out):
 
 LAYER_SHAPES = {**SHAPES, "v3-all": (4096, 8, 8, 7168, 2048, 32768)}  # as SHAPES; v3-all: every token on all 8 experts
 LAYER_COLUMNS = ("shape", "groups", "layer", "forward_us", "us", "tflops", "times_grouped_mm", "times_bf16", "times_fp8",
-                 "float32_us", "float32_times_grouped_mm", "weights_us", "kept_bytes_a_row", "device", "torch", "triton",
-                 "commit", "date")
+                 "float32_us", "float32_times_grouped_mm", "weights_us", "kept_bytes_a_row", *NOTED)
 LAYERS = {"bf16": RECIPES["bf16"], "fp8": RECIPES["fp8"], "mxfp4": RECIPES["mxfp4"],
           "mxfp4, h in fp4": dataclasses.replace(RECIPES["mxfp4"], save_h="fp4")}
 
@@ -1498,7 +1502,7 @@ SCOPES = "none;norm;norm,mla_up;attn,norm,mlp;attn,norm,moe"
 TRAIN_COLUMNS = ("shape", "layers", "precision", "recompute", "in_flight", "tokens", "layers_tokens_per_s", "tokens_per_s",
                  "layers_times_bf16", "layers_times_fp8", "layers_half_width", "times_bf16", "times_fp8", "half_width",
                  "layers_ms", "head_ms", "weights_ms", "optimizer_ms", "step_ms", "step_share_of_parts", "peak_gib", "kept_bytes",
-                 "kept_bytes_formula", "limit_gib", "rounds", "device", "torch", "triton", "commit", "date")
+                 "kept_bytes_formula", "limit_gib", "rounds", *NOTED)
 PRECISIONS = ("bf16", "fp8", "mxfp4")
 
 
@@ -1780,8 +1784,7 @@ def gpu_ms(work):
 # kinds of kernels by what is in their names, the first that matches; what matches none is PyTorch's
 KERNEL_KINDS = {"GEMM": "gemm|nvjet|cutlass|xmma", "attention": "sdpa|fmha|flash", "optimizer": "_adamw|lpnorm|multi_tensor",
          "data movement": r"^_[a-z]|mem(cpy|set)"}
-PROFILE_COLUMNS = ("shape", "layers", "precision", "recompute", "kind", "ms", "percent", "launches", "device", "torch", "triton",
-                   "commit", "date")
+PROFILE_COLUMNS = ("shape", "layers", "precision", "recompute", "kind", "ms", "percent", "launches", *NOTED)
 
 
 def profile(args, flags):
@@ -1864,7 +1867,7 @@ def kept(args, flags):
         found.append({name: row[name] for name in ("shape", "layers", "precision", "recompute")}
                      | {name: round(size) for name, size in tensors.items()}
                      | {"sum": round(total), "allocator": round(held), "percent_more": round(100 * (held / total - 1), 2)}
-                     | {name: row[name] for name in COLUMNS[-5:]})
+                     | {name: row[name] for name in NOTED})
         print("{shape}, {layers} layers, {precision}, recompute {recompute}: ".format(**row)
               + " + ".join(f"{size:.0f} {name}" for name, size in tensors.items() if size)
               + f" = {total:.0f} B, the allocator held {held:.0f}, {100 * (held / total - 1):+.2f} %")
@@ -1930,7 +1933,7 @@ def job(name, row):
 def measure(path, command, same, where):
     """The rows of one job in the table `path`; they are measured unless they are there."""
     belongs = lambda row: same.items() <= numbers(row).items()
-    is_new = lambda row: all(row[name] == where[name] for name in ("device", "torch", "triton", "commit"))
+    is_new = lambda row: all(row[name] == where[name] for name in NOTED[:-1])
     rows = read_table(path)
     if found := [row for row in rows if belongs(row) and is_new(row)]:
         return found
@@ -1957,7 +1960,7 @@ def differences(name, before, now, limit=0.05):
             continue
         for column, value in row.items():
             was = known[key(row)].get(column)
-            if column in (*KEYS, "rounds", *COLUMNS[-5:]) or column.endswith("half_width") or value is None is was:
+            if column in (*KEYS, "rounds", *NOTED) or column.endswith("half_width") or value is None is was:
                 continue
             if None in (was, value):
                 lines.append(f"{title}: {column} was {was or 'nothing'}, is {value or 'nothing'}")
@@ -1973,7 +1976,7 @@ def differences(name, before, now, limit=0.05):
 
 RUN_FLAGS = ("precision", "compute", "save", "save_h", "wire", "recompute", "ep", "fsdp", "batch_size", "seq_len", "grad_accum",
              "moments")
-RUN_COLUMNS = ("preset", "changes", "ranks", *RUN_FLAGS, "steps", "tokens_per_s", "peak_gib", "rank_balance", *COLUMNS[-5:])
+RUN_COLUMNS = ("preset", "changes", "ranks", *RUN_FLAGS, "steps", "tokens_per_s", "peak_gib", "rank_balance", *NOTED)
 
 
 def runs(args, flags):
@@ -2002,7 +2005,7 @@ def runs(args, flags):
                "tokens_per_s": round(median("tokens_per_s"), 1), "rank_balance": round(median("rank_balance"), 4),
                "peak_gib": round(max(row["peak_gib"] for row in log), 2)}
         row |= {name: config[name] for name in RUN_FLAGS}
-        rows.append(row | {name: (noted or environment())[name] for name in COLUMNS[-5:]})
+        rows.append(row | {name: (noted or environment()).get(name, "") for name in NOTED})
         print("{preset} {changes} on {ranks}, {precision}, recompute {recompute}, ep {ep}, fsdp {fsdp}: {tokens_per_s:.0f}"
               " tokens/s, {peak_gib} GiB".format(**row))
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -2023,7 +2026,7 @@ COMM_SHAPES = {name: (T, PRESETS[name]) for name, T in (("v3", 4096), ("v2-lite"
 WIRES = {"bf16": RECIPES["bf16"], "fp8": RECIPES["fp8"], "fp4": RECIPES["mxfp4"],
          "fp4-fp8": dataclasses.replace(RECIPES["mxfp4"], wire="fp4-fp8")}
 COMM_COLUMNS = ("shape", "ranks", "tokens", "sent", "rows", "wire", "exchange", "ms", "mb", "mb_to_others", "gb_per_s",
-                "times_bf16", "device", "torch", "triton", "commit", "date")
+                "times_bf16", *NOTED)
 
 
 def comm(args, flags):

@@ -16,7 +16,7 @@ from model import PRESETS
 
 FOLDER = Path(__file__).parent
 H200 = FOLDER / "results" / "h200"
-WHERE = {"device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "commit": "12345e6789", "date": "2026-01-01"}
+WHERE = {"device": "NVIDIA H200", "driver": "580", "torch": "2.11.0", "triton": "3.6.0", "commit": "12345e6789", "date": "2026-01-01"}
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

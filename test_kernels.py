@@ -560,7 +560,7 @@ def test_swiglu_backward_exactly(save_h, spoilt):
     """Where arithmetic is exact, every byte is the reference quantiser's of dgate, dup and a rounded to bfloat16; what stands in
     padding rows of da and h does not matter, and NaN and Inf spoil their own tiles only."""
     groups, pair, shift, end, h, da, p = swiglu_case(exact=True)
-    real, width = groups.pair_M >= 0, 256
+    real = groups.pair_M >= 0
     if spoilt:
         rows = real.nonzero().flatten()
         da[rows[3], 7], da[rows[130], 255], h[rows[200], 386], h[rows[60], 5], p[11] = (
@@ -991,7 +991,7 @@ def through_kernels(monkeypatch):
 def test_route_against_the_router(case, through_kernels):
     """The reference on the kernel's own scores: the same choices, counts to the last, weights and losses but for rounding.
     Loads are added to what is there, the same bits come again, and without a load the same weights."""
-    (router, parts), (gate, E, _, _, T, B) = router_case(*case), case
+    (router, parts), (gate, E, _, _, _, B) = router_case(*case), case
     router, parts = router.to(DEVICE), parts.to(DEVICE)
     apply = lambda learns: model._Route.apply(parts, router, B, learns)
     (ids, weights, balance), again, alone = apply(True), apply(True), apply(False)
