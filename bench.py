@@ -297,11 +297,12 @@ def write_table(path, columns, rows):
 
 def curves_table(folders, path):
     """The running mean of each run's training loss at some 200 steps, a column a run."""
-    curves = {folder.name: running_mean(read_run(folder)[1]) for folder in folders}
+    logs = {folder.name: read_run(folder)[1] for folder in folders}
+    curves = {name: running_mean(rows, len(rows)) for name, rows in logs.items()}
     steps = sorted(set().union(*curves.values()))
     every = max(1, len(steps) // 200)
     rows = [{"step": step} | {name: round(curve[step], 5) for name, curve in curves.items() if step in curve}
-            for step in steps[every - 1 :: every]]
+            for step in steps[::-every][::-1]]
     write_table(path, ("step", *curves), rows)
 
 
@@ -594,17 +595,19 @@ def plot(args, flags):
 
 def plot_runs(folders, path):
     """Three panels: training loss (running mean; marks: validation), then how far it, and in the end the validation loss, lies
-    from bf16's of the same seed. Runs are thin lines or dots; bold, of several seeds, their mean with its 95 % interval."""
-    plt, arms = pyplot(), {}  # {name: {seed: (config, rows)}}
+    from bf16's of the same seed. Runs are thin lines or dots; bold, of several seeds, their mean, from three on with its 95 %
+    interval."""
+    plt, arms = pyplot(), {}  # {name: {seed: rows}}
     for folder in folders:
         config, rows = read_run(folder)
         name = read_arm(Path(folder), config)
         name += f" ({folder})" * (config["seed"] in arms.get(name, {}))
         arms.setdefault(name, {})[config["seed"]] = rows
+    longest = max(len(rows) for runs in arms.values() for rows in runs.values())  # one window for all: their ratio is drawn
     with plt.rc_context(RULES):
         figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained", width_ratios=(5, 5, 4))
         bf16 = arms.get("bf16", {})
-        curves = {name: {seed: running_mean(rows) for seed, rows in runs.items()} for name, runs in arms.items()}
+        curves = {name: {seed: running_mean(rows, longest) for seed, rows in runs.items()} for name, runs in arms.items()}
         others = [name for name, runs in arms.items() if name != "bf16" and set(runs) & set(bf16)]
         more = iter(itertools.cycle(MORE_COLOURS))
         for name, runs in curves.items():
@@ -632,13 +635,14 @@ def plot_runs(folders, path):
 
 def draw_seeds(panel, curves, colour, label, shade):
     """Curves {seed: {step: value}}, thin, and where there are several their mean; shade: its 95 % interval, from three on."""
+    curves = [curve for curve in curves.values() if curve] or [{}]  # what has only begun has no steps
     alone = len(curves) == 1
-    for curve in curves.values():
+    for curve in curves:
         panel.plot(curve.keys(), curve.values(), color=colour, lw=1.3 if alone else 0.5, alpha=1 if alone else 0.4,
                    label=label if alone else None)
     if not alone:
-        steps = sorted(set.intersection(*map(set, curves.values())))
-        spread = [interval([curve[step] for curve in curves.values()]) for step in steps]
+        steps = sorted(set.intersection(*map(set, curves)))
+        spread = [interval([curve[step] for curve in curves]) for step in steps]
         means = [mean for mean, _ in spread]
         panel.plot(steps, means, color=colour, lw=1.6, label=f"{label}, {len(curves)} seeds")
         if shade and len(curves) > 2:
@@ -647,10 +651,11 @@ def draw_seeds(panel, curves, colour, label, shade):
 
 
 def draw_ends(panel, x, runs, bf16, colour):
-    """The last validation loss of each run against that of bf16's, and the mean with its 95 % interval."""
-    last = lambda rows: rows[-1].get("val_loss") if rows else None
-    off = [100 * (last(rows) / last(bf16[seed]) - 1) for seed, rows in runs.items()
-           if seed in bf16 and last(rows) and last(bf16[seed])]
+    """The last validation loss of each run against that of bf16's at the same step, and the mean, from three runs on with its
+    95 % interval."""
+    last = lambda rows: {row["step"]: row["val_loss"] for row in rows[-1:] if row.get("val_loss")}
+    off = [100 * (loss / last(bf16[seed])[step] - 1) for seed, rows in runs.items() if seed in bf16
+           for step, loss in last(rows).items() if step in last(bf16[seed])]
     if off:
         mean, half = interval(off)
         panel.plot([x - 0.15] * len(off), off, "o", ms=3.5, color=colour, alpha=0.5)
@@ -669,10 +674,9 @@ def pyplot():
     return plt
 
 
-def running_mean(rows):
-    """{step: mean training loss of the last 5 % of the run}, skipped steps left out."""
-    rows = [row for row in rows if row["loss"] is not None]
-    window = max(1, round(SMOOTHING * len(rows)))
+def running_mean(rows, length):
+    """{step: mean training loss of the last 5 % of so many rows}, skipped steps left out."""
+    rows, window = [row for row in rows if row["loss"] is not None], max(1, round(SMOOTHING * length))
     means = (statistics.fmean(row["loss"] for row in rows[max(0, i + 1 - window) : i + 1]) for i in range(len(rows)))
     return dict(zip((row["step"] for row in rows), means))
 
@@ -1890,8 +1894,8 @@ def all_(args, flags):
 
     What is measured is what results/h200 has rows of: kernels.csv, gemm.csv, layer.csv, profile.csv, train.csv (three rounds),
     in_flight.csv and in_flight_80gb.csv (one round). --part=i/3 is one of three parts of less than 9 minutes on an H200.
-    Tables grow in --out, a shape or a slice's recompute scope at a time: what has rows there of this commit, card, torch and
-    triton is not measured again, so the same command goes on where one was cut. Compared is with results/<card>.
+    Tables grow in --out, a shape or a slice's recompute scope at a time: what has rows there of this commit, card, driver, torch
+    and triton is not measured again, so the same command goes on where one was cut. Compared is with results/<card>.
     """
     if flags:
         raise ValueError(f"bench.py all has no flag {flags[0]}: see bench.py all --help.")
@@ -1905,7 +1909,7 @@ def all_(args, flags):
     todo = {}  # (table, command): what tells its rows
     for name in TABLES:
         for row in map(numbers, read_table(results / "h200" / f"{name}.csv")):
-            part = next(PARTS[which] for which in (name, f"{name} {row['shape']}", row["shape"]) if which in PARTS)
+            part = next((PARTS[which] for which in (name, f"{name} {row['shape']}", row["shape"]) if which in PARTS), 1)
             if part % n == i - 1:
                 command, same = job(name, row)
                 todo[(name, *command)] = same
@@ -1933,7 +1937,7 @@ def job(name, row):
 def measure(path, command, same, where):
     """The rows of one job in the table `path`; they are measured unless they are there."""
     belongs = lambda row: same.items() <= numbers(row).items()
-    is_new = lambda row: all(row[name] == where[name] for name in NOTED[:-1])
+    is_new = lambda row: all(row.get(name) == where[name] for name in NOTED[:-1])
     rows = read_table(path)
     if found := [row for row in rows if belongs(row) and is_new(row)]:
         return found
@@ -2005,7 +2009,8 @@ def runs(args, flags):
                "tokens_per_s": round(median("tokens_per_s"), 1), "rank_balance": round(median("rank_balance"), 4),
                "peak_gib": round(max(row["peak_gib"] for row in log), 2)}
         row |= {name: config[name] for name in RUN_FLAGS}
-        rows.append(row | {name: (noted or environment()).get(name, "") for name in NOTED})
+        where = noted or environment()
+        rows.append(row | {name: where.get(name, "") for name in NOTED})
         print("{preset} {changes} on {ranks}, {precision}, recompute {recompute}, ep {ep}, fsdp {fsdp}: {tokens_per_s:.0f}"
               " tokens/s, {peak_gib} GiB".format(**row))
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -984,7 +984,7 @@ def _groups(ids_TK: Tensor, w13: Tensor, num_pairs: int | None) -> Groups:
     return _dense_groups(len(ids_TK), ids_TK.device)
 
 
-@functools.lru_cache(maxsize=16)  # made once: filling them takes four launches, and every dense layer asks twice
+@functools.cache  # made once: filling them takes four launches, and every dense layer asks twice
 def _dense_groups(T: int, device: torch.device) -> Groups:
     row, zeros = torch.arange(T, device=device, dtype=torch.int32), torch.zeros(-(-T // TILE), device=device, dtype=torch.int32)
     return Groups(row, row[:, None], torch.arange(2, device=device, dtype=torch.int32) * T, zeros, zeros, T, dense=True)

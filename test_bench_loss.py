@@ -8,6 +8,7 @@ import statistics
 import time
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -226,6 +227,17 @@ def test_curves_and_their_picture(tmp_path):
     table = list(csv.DictReader((tmp_path / "curves.csv").open()))
     assert list(table[0]) == ["step", "bf16-0", "fp8-2"] and len(table) == 40
     assert table[3] == {"step": "4", "bf16-0": f"{(2 / 3 + 2 / 4) / 2:.5f}", "fp8-2": f"{2 + (2 / 3 + 2 / 4) / 2:.5f}"}
+
+
+def test_a_run_is_compared_at_the_same_step():
+    """A run cut at step 10 of 40 is no better or worse than the whole one that it began as."""
+    whole = [{"step": step, "loss": 2 / step, "val_loss": 2 / step if step % 10 == 0 else None} for step in range(1, 41)]
+    shown = []
+    panel = SimpleNamespace(plot=lambda x, y, *_, **__: shown.append(y), errorbar=lambda *_, **__: 0, annotate=lambda *_, **__: 0)
+    bench.draw_ends(panel, 0, {0: whole[:10], 1: whole}, {0: whole, 1: whole}, "k")
+    assert shown == [[0.0]]  # of seed 1 alone
+    means = bench.running_mean(whole, 40)
+    assert bench.running_mean(whole[:10], 40) == {step: means[step] for step in range(1, 11)}
 
 
 def test_slices_go_on_bit_for_bit(micro, tmp_path, monkeypatch, capsys):
