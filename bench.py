@@ -86,6 +86,8 @@ COLOURS = {"bf16": "#333333", "fp8": "#0072b2", "mxfp4": "#d55e00", "paper": "#0
 MORE_COLOURS = ("#999999", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#f0e442")  # with those above, Okabe and Ito's
 RULES = {"font.size": 9, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
          "grid.alpha": 0.3, "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8}
+TASK = ("preset", "model", "data", "tokenizer", "seq_len", "batch_size", "grad_accum", "steps", "lr", "min_lr", "schedule",
+        "warmup", "eval_steps")  # what runs have in common that can be compared
 SMOOTHING = 0.05  # of a run: the window of the running mean of training losses
 
 
@@ -597,18 +599,24 @@ def plot_runs(folders, path):
     """Three panels: training loss (running mean; marks: validation), then how far it, and in the end the validation loss, lies
     from bf16's of the same seed. Runs are thin lines or dots; bold, of several seeds, their mean, from three on with its 95 %
     interval."""
-    plt, arms = pyplot(), {}  # {name: {seed: rows}}
+    plt, arms, tasks = pyplot(), {}, {}  # {name: {seed: rows}}, {name: what its runs have in common}
     for folder in folders:
         config, rows = read_run(folder)
-        name = read_arm(Path(folder), config)
-        name += f" ({folder})" * (config["seed"] in arms.get(name, {}))
-        arms.setdefault(name, {})[config["seed"]] = rows
+        name, task = read_arm(Path(folder), config), [config.get(setting) for setting in TASK]
+        name += f" ({folder})" * (config["seed"] in arms.get(name, {}) or tasks.get(name, task) != task)
+        arms.setdefault(name, {})[config["seed"]], tasks[name] = rows, task
     longest = max(len(rows) for runs in arms.values() for rows in runs.values())  # one window for all: their ratio is drawn
     with plt.rc_context(RULES):
-        figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained", width_ratios=(5, 5, 4))
         bf16 = arms.get("bf16", {})
         curves = {name: {seed: running_mean(rows, longest) for seed, rows in runs.items()} for name, runs in arms.items()}
-        others = [name for name, runs in arms.items() if name != "bf16" and set(runs) & set(bf16)]
+        others = [name for name, runs in arms.items()
+                  if name != "bf16" and tasks[name] == tasks.get("bf16") and set(runs) & set(bf16)]
+        if apart := set(arms) - {*others, "bf16"}:
+            print(f"not compared with bf16: {', '.join(sorted(apart))}; there is no bf16 run of the same seed and"
+                  f" {', '.join(TASK)}")
+        wide = (5, 5, 4) if others else (5,)
+        figure, (panels,) = plt.subplots(1, len(wide), figsize=(4 * len(wide), 3.6), layout="constrained", width_ratios=wide,
+                                         squeeze=False)
         more = iter(itertools.cycle(MORE_COLOURS))
         for name, runs in curves.items():
             colour = COLOURS.get(name) or next(more)
@@ -626,7 +634,8 @@ def plot_runs(folders, path):
         titles = "training loss", "training loss against bf16, by seed", "validation loss in the end, quantisation off"
         for panel, title, unit in zip(panels, titles, ("nats a token", "%", "% from bf16")):
             panel.set(title=title, xlabel="optimizer step", ylabel=unit)
-        panels[2].set(xlabel="", xticks=range(len(others)), xticklabels=others, xlim=(-0.6, max(1, len(others)) - 0.4))
+        if others:
+            panels[2].set(xlabel="", xticks=range(len(others)), xticklabels=others, xlim=(-0.6, len(others) - 0.4))
         panels[0].legend()
         figure.savefig(path, dpi=160)
         plt.close(figure)
@@ -921,8 +930,9 @@ def draw_error(figure, rows):
     right.grid(visible=False)
     right.tick_params(length=0)
     number_of = len(values(rows, "checkpoint"))
+    over = "checkpoints of a step" if number_of > len(steps) else "batches"
     return (f"bench.py error: {number_of} checkpoint{'s' * (number_of > 1)}, {rows[0]['tokens']:.0f} tokens, gradients of"
-            f" {rows[0]['batches']:.0f} batches; bars: 95 % interval")
+            f" {rows[0]['batches']:.0f} batches; bars: 95 % interval over {over}")
 
 
 def draw_kept(panel, shape, rows):
@@ -2274,12 +2284,14 @@ def plan_text(found, config, args):
              f" {row['precision']}, recompute {row['recompute']}, {row['micro_batches']} micro-batches of {row['tokens']} tokens"]
     where = f"stage {row['stage']}, layers {s.first} to {s.first + len(s.layers) - 1}, {s.in_flight} in flight"
     lines += listed(f"memory of a rank where it is fullest ({where}), GiB", found["memory"], 2**30)
-    lines += [f"  {'sum, of ' + str(row['card_gib']):28}{row['memory_gib']:10.2f}"]
+    share = sum(found["memory"].values()) / 2**30 / CARDS[args.card].gib
+    fits = "does not fit" if share > 1 else "fits" + ", with less than 10 % to spare" * (share > 0.9)
+    lines += [f"  {'sum, of ' + str(row['card_gib']):28}{row['memory_gib']:10.2f}  {fits}"]
     lines += listed("kept activations by tensor, before backward, GiB", found["kept"], 2**30)
     lines += listed("wire, a micro-batch and layer, MB", model.wire_bytes(s), 1e6)
     lines += listed("time of a step on the slowest stage, ms", found["ms"], 1)
     lines += [f"  {'sum':28}{row['step_ms']:10.2f}", f"{row['tokens_per_s_gpu']:.0f} tokens/GPU/s; most of it: {row['bound_by']}"]
-    if row["memory_gib"] > row["card_gib"]:
+    if share > 1:
         helps = []
         for flag, changed in trainer.remedies(config, args.gpus // args.pp).items():
             with contextlib.suppress(ValueError):  # a layout that cannot be

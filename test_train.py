@@ -605,7 +605,7 @@ def test_a_diverged_run_is_no_success(micro, eval_every):
         train.main(micro(steps=4, lr=1e38, warmup=0, grad_clip=0.0, eval_every=eval_every))
 
 
-def test_damaged_or_later_checkpoints_are_named(micro):
+def test_damaged_or_later_checkpoints_are_named(micro, capsys):
     saved = train.main(micro(steps=2))["checkpoint"]
     with pytest.raises(ValueError, match="beyond --steps=1"):
         train.main(micro(steps=1, resume="auto"))
@@ -615,6 +615,7 @@ def test_damaged_or_later_checkpoints_are_named(micro):
             train.main(micro(steps=3, resume="auto"))
     Path(saved, "train.json").unlink()
     assert train.main(micro(steps=3, resume="auto"))["finished"] and len(rows(micro().out_dir)) == 3
+    assert f"there is no complete checkpoint in {micro().out_dir}: starts at step 0\n" in capsys.readouterr().out
     assert len(Path(micro().out_dir, "log.old").read_text().splitlines()) == 2  # nothing that was logged is lost
 
 
@@ -903,7 +904,7 @@ def test_export_writes_what_was_asked_for(micro, tmp_path, capsys):
     for run, name, dtype in ((config.out_dir, "last", ()), (f"{config.out_dir}/ckpt/1", "first", ["--dtype=fp32"])):
         train.export([run, str(tmp_path / name), *dtype])
         made[name] = safetensors.load_file(tmp_path / name / "model.safetensors")
-    assert "bytes, has no tokenizer.json" in capsys.readouterr().out
+    assert "--tokenizer=bytes loads it" in capsys.readouterr().out
     assert made["last"]["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert made["first"]["model.embed_tokens.weight"].dtype == torch.float32
     assert json.loads((tmp_path / "last" / "config.json").read_text())["eos_token_id"] == 256
@@ -1032,6 +1033,23 @@ def test_overwritten_tensors_are_one_line(micro, finished):
         answers = launch(train.main, micro(steps=3, resume="auto"), ranks=ranks)
         assert [code for code, _, _ in answers] == [1, 2][:ranks] and "ckpt/2 is damaged (" in answers[0][2]
         assert "\n" not in answers[0][2] and len(answers[0][2]) < 500
+
+
+def test_numbers_that_are_not_finite_are_not_loaded(micro, refused, finished, capfd):
+    """Or a run of skipped steps would save them, and make room by removing a good checkpoint."""
+    out_dir = shutil.copytree(finished, micro().out_dir)
+    state = {"model": Model(train.read_notes(Path(out_dir, "ckpt", "2"))["model"]).state_dict()}
+    train.load_checkpoint(Path(out_dir, "ckpt", "2"), state)
+    weight = next(iter(state["model"].values())).numpy().tobytes()
+    change(Path(out_dir, "ckpt", "2", "__0_0.distcp"), lambda raw: raw.replace(weight, b"\xff" * len(weight)))
+    before = sorted(os.listdir(Path(out_dir, "ckpt")))
+    for words in flags(micro(steps=3, resume="auto")), ["export", out_dir, out_dir + "-3"]:
+        assert "ckpt/2 is damaged (ValueError: numbers in it are not finite)" in refused(*words)
+    assert sorted(os.listdir(Path(out_dir, "ckpt"))) == before
+    Path(out_dir, "ckpt", "2", "train.json").unlink()
+    capfd.readouterr()
+    train.main(micro(steps=3, resume="auto"))
+    assert "ckpt/1; changed: steps 2 -> 3" in (said := "".join(capfd.readouterr())) and "; incomplete: 2\n" in said
 
 
 def test_foreign_and_half_written_checkpoints_are_one_line(micro, refused, finished, text, tmp_path):
@@ -1225,7 +1243,7 @@ def test_loss_bench_runs_once_and_plots(micro, monkeypatch, capsys, tmp_path):
     words = ["loss", "--precisions=bf16,mxfp4", "--seeds=0,1", f"--out={tmp_path / 'bench'}", *ours]
     bench.main(words)
     first = (tmp_path / "bench" / "loss.csv").read_text().splitlines()
-    assert first[0] == "precision,seed,steps,val_loss,val_loss_quantized,seconds,device,torch,triton,commit,date"
+    assert first[0] == ",".join(bench.COLUMNS)
     assert len(first) == 5 and "% from bf16" in capsys.readouterr().out
 
     monkeypatch.setattr(train, "main", lambda _: pytest.fail("a finished run was repeated"))

@@ -609,8 +609,9 @@ def find_checkpoint(path):
     path = Path(path)
     found = [p for p in complete_checkpoints(path.parent) if p == path] or complete_checkpoints(path / "ckpt")
     if not found:
+        of_hub = any(path.glob("*.safetensors"))
         raise FileNotFoundError(f"{path} is no complete checkpoint: give <out_dir>/ckpt/<step>, or an <out_dir>"
-                                f" (--init_from=hf:{path} if it is one of Hugging Face).")
+                                + f"; it is one of Hugging Face, --init_from=hf:{path}" * of_hub + ".")
     try:
         for part in dcp.FileSystemReader(found[-1]).read_metadata().storage_data.values():
             if (found[-1] / part.relative_path).stat().st_size < part.offset + part.length:
@@ -723,6 +724,9 @@ def load_checkpoint(path, state):
         dcp.load(state, checkpoint_id=path, no_dist=world_size() == 1)
     except CheckpointException as error:  # on all ranks, whichever failed
         give_up(damaged(path, error))
+    wrong = total(torch.stack([(~local(t).isfinite()).any() for t in state["model"].values()]).sum())
+    if wrong:  # files of the right size with other bytes; the next save would make room by removing a good checkpoint
+        give_up(damaged(path, ValueError("numbers in it are not finite")))
     new_epoch()  # quantised copies of the old weights are stale
 
 
@@ -1031,7 +1035,7 @@ def begin_log(path, run):
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         if run.counts["step"] == 0 and lines:
             path.rename(path.with_suffix(".old"))
-            say(f"no complete checkpoint was found: starts at step 0; the log of before is {path.with_suffix('.old')}")
+            say(f"the log of before is {path.with_suffix('.old')}")
         shorter = path.with_suffix(".tmp")
         shorter.write_text("".join(f"{line}\n" for line in lines if not is_past(line)))
         shorter.rename(path)
@@ -1136,11 +1140,15 @@ def start(config, device, dtype, recipe, recompute, model_config, resume):
         counts = {name: notes[name] for name in counts}
         before = notes["config"] | {"resume": config.resume}
         changed = [f"{k} {before.get(k)} -> {now}" for k, now in origin["config"].items() if now != before.get(k)]
-        say(f"goes on from {resume}" + "; changed: " * bool(changed) + ", ".join(changed))
+        passed = [p.name for p in resume.parent.iterdir() if p.name.isdigit() and int(p.name) > int(resume.name)]
+        say(f"goes on from {resume}" + "; changed: " * bool(changed) + ", ".join(changed)
+            + f"; incomplete: {', '.join(passed)}" * bool(passed and config.resume == "auto"))
     elif folder := hf_folder(config.init_from):
         fill_from_hf(net, folder)
     elif config.init_from:
         load_checkpoint(find_checkpoint(config.init_from), {"model": state["model"]})
+    if config.resume and not resume:
+        say(f"there is no complete checkpoint in {config.out_dir}: starts at step 0")
     batches, val_batches = together(open_data, config, encoding, resume)
     check_ranks_agree(batches.identity)
     return Run(device, net, layout, optimizer, encoding, batches, val_batches, counts, origin)
@@ -1183,6 +1191,9 @@ def open_tokenizer(config, model_config, resume):
     name, source = config.tokenizer, resume or config.init_from
     if not name and source:
         name = source if hf_folder(source) else read_notes(find_checkpoint(source))["tokenizer"]
+        if hf_folder(source) and not Path(hf_folder(source), "tokenizer.json").exists():
+            raise FileNotFoundError(f"{hf_folder(source)} has no tokenizer.json: name the tokenizer that its weights"
+                                    f" learned with, --tokenizer=bytes for example.")
     name = f"hf:{hf_folder(name)}" if hf_folder(name) else name or "bytes"
     encoding = data.tokenizer(name)
     if encoding.n_vocab > model_config.vocab_size:
@@ -1333,7 +1344,8 @@ def export(words):
     for file in files:
         shutil.copy(file, options.folder)
     print(f"{checkpoint} is now {options.folder}, in {options.dtype}"
-          + f"; its tokenizer, {tokenizer}, has no tokenizer.json and was left out" * (not files))
+          + f"; its tokenizer has no tokenizer.json: --init_from=hf:{options.folder} --tokenizer={tokenizer} loads it"
+          * (not files))
 
 
 def leave(code):
