@@ -214,7 +214,8 @@ def test_interval_by_hand(tmp_path):
 
 def test_curves_and_their_picture(tmp_path, capsys):
     """Three seeds of two precisions, one of which lacks the last step's validation; and a second run of a seed."""
-    runs = {f"{precision}-{seed}": (precision, seed) for precision in ("bf16", "fp8") for seed in range(3)} | {"b": ("fp8", 0)}
+    runs = {f"{precision}-{seed}": (precision, seed) for precision in ("bf16", "fp8") for seed in range(3)}
+    runs["b"] = "fp8", 0
     for name, (precision, seed) in runs.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"config": {"precision": precision, "seed": seed}}))
@@ -226,7 +227,8 @@ def test_curves_and_their_picture(tmp_path, capsys):
     assert "not compared" not in capsys.readouterr().out
     (tmp_path / "b" / "config.json").write_text(json.dumps({"config": {"precision": "fp8", "seed": 0, "steps": 9}}))
     bench.plot_runs([tmp_path / "bf16-0", tmp_path / "b"], tmp_path / "two.png")
-    assert "not compared with bf16: fp8; there is no bf16 run of the same seed and preset, model," in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not compared with bf16: fp8; there is no bf16 run of the same seed and preset, model," in said
     bench.curves_table([tmp_path / "bf16-0", tmp_path / "fp8-2"], tmp_path / "curves.csv")
     table = list(csv.DictReader((tmp_path / "curves.csv").open()))
     assert list(table[0]) == ["step", "bf16-0", "fp8-2"] and len(table) == 40
