@@ -9,7 +9,7 @@
     python bench.py layer --shapes=v3,v2,v2-lite                                needs a Hopper GPU
     python bench.py train --shapes=v3 --recompute='none;attn,norm,moe'          needs a Hopper GPU
     python bench.py profile --shapes=v3                                         needs a Hopper GPU
-    python bench.py all --part=1/3                                              kernels, gemm, layer and train again
+    python bench.py all --part=1/3                                              the tables of one GPU again
     torchrun --nproc_per_node=2 bench.py comm                                   needs a GPU a process
     python bench.py runs out/a out/b --out=runs.csv                             speed and memory of runs of train.py
     python bench.py kept results/h200/train.csv                                 kept bytes by tensor
@@ -599,21 +599,11 @@ def plot_runs(folders, path):
     """Three panels: training loss (running mean; marks: validation), then how far it, and in the end the validation loss, lies
     from bf16's of the same seed. Runs are thin lines or dots; bold, of several seeds, their mean, from three on with its 95 %
     interval."""
-    plt, arms, tasks = pyplot(), {}, {}  # {name: {seed: rows}}, {name: what its runs have in common}
-    for folder in folders:
-        config, rows = read_run(folder)
-        name, task = read_arm(Path(folder), config), [config.get(setting) for setting in TASK]
-        name += f" ({folder})" * (config["seed"] in arms.get(name, {}) or tasks.get(name, task) != task)
-        arms.setdefault(name, {})[config["seed"]], tasks[name] = rows, task
+    plt, (arms, others) = pyplot(), arms_of(folders)
     longest = max(len(rows) for runs in arms.values() for rows in runs.values())  # one window for all: their ratio is drawn
     with plt.rc_context(RULES):
         bf16 = arms.get("bf16", {})
         curves = {name: {seed: running_mean(rows, longest) for seed, rows in runs.items()} for name, runs in arms.items()}
-        others = [name for name, runs in arms.items()
-                  if name != "bf16" and tasks[name] == tasks.get("bf16") and set(runs) & set(bf16)]
-        if apart := set(arms) - {*others, "bf16"}:
-            print(f"not compared with bf16: {', '.join(sorted(apart))}; there is no bf16 run of the same seed and"
-                  f" {', '.join(TASK)}")
         wide = (5, 5, 4) if others else (5,)
         figure, (panels,) = plt.subplots(1, len(wide), figsize=(4 * len(wide), 3.6), layout="constrained", width_ratios=wide,
                                          squeeze=False)
@@ -640,6 +630,22 @@ def plot_runs(folders, path):
         figure.savefig(path, dpi=160)
         plt.close(figure)
     print(f"wrote {path}")
+
+
+def arms_of(folders):
+    """({name: {seed: rows}}, names of those that bf16 can be compared with) of runs. A run is an arm of its own where another has
+    its precision and seed, or other settings of TASK."""
+    arms, tasks = {}, {}
+    for folder in folders:
+        config, rows = read_run(folder)
+        name, task = read_arm(Path(folder), config), [config.get(setting) for setting in TASK]
+        name += f" ({folder})" * (config["seed"] in arms.get(name, {}) or tasks.get(name, task) != task)
+        arms.setdefault(name, {})[config["seed"]], tasks[name] = rows, task
+    alike = [name for name in arms if tasks[name] == tasks.get("bf16") and set(arms[name]) & set(arms["bf16"])]
+    if apart := set(arms) - {*alike, "bf16"}:
+        print(f"not compared with bf16: {', '.join(sorted(apart))}; there is no bf16 run of the same seed and"
+              f" {', '.join(TASK)}")
+    return arms, [name for name in alike if name != "bf16"]
 
 
 def draw_seeds(panel, curves, colour, label, shade):
@@ -2577,5 +2583,5 @@ if __name__ == "__main__":
         print("bench.py:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("bench.py: stopped; `loss` and `error` go on where they were, the others begin again", file=sys.stderr)
+        print("bench.py: stopped; `loss`, `error` and `all` go on where they were, the others begin again", file=sys.stderr)
         sys.exit(130)
