@@ -73,21 +73,23 @@ import train as trainer
 from model import PRESETS
 from quant import RECIPES
 
-ARMS = (*RECIPES, "paper")  # what `loss` trains: paper is mxfp4 with what the function `paper` adds
+ARMS = {name: name for name in RECIPES} | {"bf16-again": "bf16", "paper": "mxfp4"}  # what `loss` trains: its precision
 NOTED = ("device", "driver", "torch", "triton", "commit", "date")  # the last columns of each table: `environment`
-COLUMNS = ("precision", "seed", "steps", "val_loss", "val_loss_quantized", "seconds", *NOTED)
-SUMMARY_COLUMNS = ("precision", "steps", "seeds", "val_loss", "percent_from_bf16", "percent_low", "percent_high",
-                   "percent_by_seed", *NOTED)
+COLUMNS = ("precision", "seed", "steps", "fork", "val_loss", "val_loss_quantized", "seconds", *NOTED)
+SUMMARY_COLUMNS = ("precision", "steps", "fork", "seeds", "val_loss", "percent_from_bf16", "percent_low", "percent_high",
+                   "percent_median", "percent_by_seed", *NOTED)
 # 97.5 % points of Student's t for 1, 2, ... degrees of freedom
 T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
          2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
          2.0452, 2.0423)
-COLOURS = {"bf16": "#333333", "fp8": "#0072b2", "mxfp4": "#d55e00", "paper": "#009e73", "mxfp4, h in fp4": "#e69f00"}
+COLOURS = {"bf16": "#333333", "bf16-again": "#999999", "fp8": "#0072b2", "mxfp4": "#d55e00", "paper": "#009e73",
+           "mxfp4, h in fp4": "#e69f00"}
 MORE_COLOURS = ("#999999", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#f0e442")  # with those above, Okabe and Ito's
 RULES = {"font.size": 9, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
          "grid.alpha": 0.3, "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8}
 TASK = ("preset", "model", "data", "tokenizer", "seq_len", "batch_size", "grad_accum", "steps", "lr", "min_lr", "schedule",
         "warmup", "eval_steps")  # what runs have in common that can be compared
+FAR = 2  # %, from which on deviations are drawn on a logarithmic scale, where there are larger ones
 SMOOTHING = 0.05  # of a run: the window of the running mean of training losses
 
 
@@ -151,39 +153,60 @@ def loss(args, flags):
     pattern finds, --data=SHARDS what `python data.py --data=FOLDER --out=SHARDS` made, once. Of text the validation part is
     drawn by the seed; of shards it is the same for all seeds, so make shards.
 
-    The precision `paper` is mxfp4 with SwiGLU's output in MXFP4 too, see the function `paper`.
+    A precision may be followed by settings of its recipe: --precisions="bf16,mxfp4,mxfp4 wire=bf16". `paper` is mxfp4 with
+    SwiGLU's output in MXFP4 too, see the function `paper`. `bf16-again` is bf16: what it differs by is chance, for sums on a
+    GPU have no fixed order.
+
+    Small models stay on a plateau for a time that chance decides, and differ most by that. --fork=STEP: bf16 trains each seed
+    to that step (folders trunk-SEED), and from there on every precision goes on by itself, bf16 too.
 
     Leaves in --out a folder a run, loss.csv, loss_summary.csv (mean deviation from bf16, paired by seed, with its 95 %
     interval), loss_curves.csv (running means of the training loss) and loss.png. Run again, the same command does what is
     missing: finished runs stay, one that was cut goes on. --slice_minutes cuts it into portions, --runs=1/2 and --runs=2/2
-    share the runs between two processes, each with a GPU of its own (CUDA_VISIBLE_DEVICES). A finished run's ckpt folder may
-    be deleted.
+    share the runs, with --fork the seeds, between two processes, each with a GPU of its own (CUDA_VISIBLE_DEVICES). A finished
+    run's ckpt folder may be deleted.
     """
     usual = trainer.parse_flags(flags)
-    seeds, precisions = args.seeds.split(","), args.precisions.split(",")
+    seeds, arms = args.seeds.split(","), [" ".join(arm.split()) for arm in args.precisions.split(",")]
     if not all(seed.isdigit() for seed in seeds):
         raise ValueError(f"--seeds={args.seeds} is no comma list of whole numbers.")
-    if unknown := set(precisions) - set(ARMS):
-        raise ValueError(f"--precisions: there is no {min(unknown)}; choose among {', '.join(ARMS)}.")
-    if "paper" in precisions:
-        check_paper(usual.compute or "fp8", usual.recompute)
+    for arm in arms:
+        check_arm(arm, usual)
+    if not 0 <= args.fork < usual.steps:
+        raise ValueError(f"--fork={args.fork} is no step before --steps={usual.steps}.")
     i, n = share_of("--runs", args.runs)
     pyplot()  # rather missing now than after hours
     if taken := {word.partition("=")[0] for word in flags} & {"--precision", "--seed", "--out_dir", "--resume"}:
         raise ValueError(f"bench.py loss sets {min(taken)} itself: use --precisions, --seeds and --out.")
     deadline = time.monotonic() + 60 * args.slice_minutes if args.slice_minutes else math.inf
-    mine = list(itertools.product(map(int, seeds), precisions))[i - 1 :: n]
-    for done, (seed, precision) in enumerate(mine):
-        if not train_until(deadline, args.out / f"{precision}-{seed}", usual, precision, seed):
+    seeds = list(map(int, seeds))
+    mine = list(itertools.product(seeds[i - 1 :: n], arms)) if args.fork else list(itertools.product(seeds, arms))[i - 1 :: n]
+    for done, (seed, arm) in enumerate(mine):
+        if not train_until(deadline, args.out, usual, arm, seed, args.fork):
             print(f"the slice of {args.slice_minutes:g} minutes is over, {done} of {len(mine)} runs are finished: the same"
                   f" command goes on")
             break
     rows = table(args.out)
     if rows:
         print(summary(rows, args.out))
-        folders = [args.out / f"{row['precision']}-{row['seed']}" for row in rows]
+        folders = [run_folder(args.out, row["precision"], row["seed"]) for row in rows]
         curves_table(folders, args.out / "loss_curves.csv")
         plot_runs(folders, args.out / "loss.png")
+
+
+def check_arm(arm, usual):
+    """ValueError: `loss` cannot train it."""
+    base, *words = arm.split()
+    changes = dict(word.partition("=")[::2] for word in words)
+    if base not in ARMS or set(changes) - {f.name for f in dataclasses.fields(quant.Recipe)}:
+        raise ValueError(f"--precisions: there is no {arm!r}; choose among {', '.join(ARMS)}, and settings of a recipe.")
+    dataclasses.replace(RECIPES[ARMS[base]], **changes)
+    if base == "paper":
+        check_paper(changes.get("compute") or usual.compute or "fp8", usual.recompute)
+
+
+def run_folder(out, arm, seed):
+    return out / f"{arm.replace(' ', '_')}-{seed}"
 
 
 def share_of(flag, text):
@@ -194,30 +217,45 @@ def share_of(flag, text):
     return int(share[1]), int(share[2])
 
 
-def train_until(deadline, folder, usual, precision, seed):
-    """Trains one run, or what is left of it; False if the deadline came first. KeyboardInterrupt: a signal did."""
-    config = dataclasses.replace(usual, precision="mxfp4" if precision == "paper" else precision, seed=seed,
-                                 out_dir=str(folder), log_every=1, resume="auto")
+def train_until(deadline, out, usual, arm, seed, fork=0):
+    """Trains one run, or what is left of it; False if the deadline came first. fork: from where bf16 was at that step.
+    KeyboardInterrupt: a signal did."""
+    base, *words = arm.split()
+    settings = dict(word.split("=") for word in words)
+    folder = run_folder(out, arm, seed)
+    config = dataclasses.replace(usual, precision=ARMS[base], **settings, seed=seed, out_dir=str(folder), log_every=1)
     if is_finished(folder, config):
         return True
+    begin, trunk = "auto", out / f"trunk-{seed}"
+    if fork and not trainer.complete_checkpoints(folder / "ckpt"):
+        begin = trunk / "ckpt" / str(fork)
+        if not begin.exists():
+            trained = dataclasses.replace(usual, precision="bf16", seed=seed, out_dir=str(trunk), log_every=1, resume="auto")
+            if not trained_until(deadline, trained, "trunk", fork):
+                return False
+    return trained_until(deadline, dataclasses.replace(config, resume=str(begin)), arm, usual.steps)
+
+
+def trained_until(deadline, config, arm, last):
+    """Whether a run, which goes on, came to a step before the deadline. KeyboardInterrupt: a signal ended it."""
     if time.monotonic() >= deadline:
         return False
-    print(f"---- {precision}, seed {seed} ----")
+    print(f"---- {arm}, seed {config.seed} ----")
+    folder, one_step = Path(config.out_dir), trainer.train_step
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "environment.json").write_text(json.dumps({"arm": precision} | environment()))
+    (folder / "environment.json").write_text(json.dumps({"arm": arm} | environment()))
 
-    def train_step(*args):
-        result = one_step(*args)
-        if time.monotonic() >= deadline:  # the run saves, as it does when its time on a cluster is up
-            signal.raise_signal(signal.SIGTERM)
+    def train_step(run, config):
+        result = one_step(run, config)
+        if time.monotonic() >= deadline or run.counts["step"] == last < config.steps:
+            signal.raise_signal(signal.SIGTERM)  # the run saves, as it does when its time on a cluster is up
         return result
 
-    one_step = trainer.train_step
-    with quant.replaced(trainer, train_step=train_step), paper() if precision == "paper" else contextlib.nullcontext():
-        finished = trainer.main(config)["finished"]
-    if not finished and time.monotonic() < deadline:
+    with quant.replaced(trainer, train_step=train_step), paper() if arm.split()[0] == "paper" else contextlib.nullcontext():
+        found = trainer.main(config)
+    if found["step"] < last and time.monotonic() < deadline:
         raise KeyboardInterrupt
-    return finished
+    return found["step"] == last
 
 
 def check_paper(compute, recompute):
@@ -261,7 +299,7 @@ def is_finished(folder, config):
     before, rows = read_run(folder)
     before = dataclasses.asdict(trainer.Config()) | before  # which may be older than a setting
     for name, now in dataclasses.asdict(config).items():
-        if before[name] != now:
+        if before[name] != now and name != "resume":
             raise ValueError(f"{folder} was run with {name}={before[name]}, not {now}: choose another --out.")
     return is_done(before, rows)
 
@@ -282,7 +320,8 @@ def table(folder):
             tokens = config["seq_len"] * config["batch_size"] * config["grad_accum"]
             seconds = round(sum(tokens / row["tokens_per_s"] for row in log), 1)  # training alone, over all resumes
             rows.append({"precision": read_arm(path.parent, config), "seed": config["seed"], "steps": config["steps"],
-                         "seconds": seconds} | {name: log[-1][name] for name in ("val_loss", "val_loss_quantized")} | where)
+                         "fork": log[0]["step"] - 1, "seconds": seconds}
+                        | {name: log[-1][name] for name in ("val_loss", "val_loss_quantized")} | where)
     write_table(folder / "loss.csv", COLUMNS, rows)
     return rows
 
@@ -313,7 +352,8 @@ def summary(rows, folder):
     from bf16's, seed by seed, with the mean's 95 % interval."""
     reference = {row["seed"]: row["val_loss"] for row in rows if row["precision"] == "bf16"}
     lines, summaries = [], []
-    for precision in sorted({row["precision"] for row in rows}, key=ARMS.index):
+    order = {arm: list(ARMS).index(arm.split()[0]) for arm in sorted(row["precision"] for row in rows)}
+    for precision in sorted(order, key=order.get):
         runs = sorted((row for row in rows if row["precision"] == precision), key=lambda row: row["seed"])
         seeds = [row["seed"] for row in runs]
         row = runs[0] | {"val_loss": statistics.mean(row["val_loss"] for row in runs), "seeds": " ".join(map(str, seeds))}
@@ -324,8 +364,9 @@ def summary(rows, folder):
             row |= {"percent_from_bf16": round(mean, 4), "percent_by_seed": " ".join(f"{x:.4f}" for x in off)}
             line += f"; {mean:+.2f} % from bf16"
             if half < math.inf:
-                row |= {"percent_low": round(mean - half, 4), "percent_high": round(mean + half, 4)}
-                line += f", 95 % interval {mean - half:+.2f} to {mean + half:+.2f}"
+                row |= {"percent_low": round(mean - half, 4), "percent_high": round(mean + half, 4),
+                        "percent_median": round(statistics.median(off), 4)}
+                line += f", 95 % interval {mean - half:+.2f} to {mean + half:+.2f}, median {row['percent_median']:+.2f}"
             line += f" (by seed: {', '.join(f'{x:+.2f}' for x in off)})"
         lines.append(line)
         summaries.append({name: row.get(name, "") for name in SUMMARY_COLUMNS})
@@ -375,7 +416,7 @@ class Setting:
                 or recompute - set(model.RECOMPUTE_SCOPES)):
             raise ValueError(f"--settings: {text!r} is none: give one of {', '.join(ARMS)}, then any of"
                              f" {', '.join(sorted(known))}, rule=even|floor|ceil and recompute=SCOPE,SCOPE.")
-        recipe = dataclasses.replace(RECIPES["mxfp4" if base == "paper" else base], **changes)
+        recipe = dataclasses.replace(RECIPES[ARMS[base]], **changes)
         if base == "paper":
             check_paper(recipe.compute, ",".join(recompute))
         return cls(recipe, rule, recompute, base == "paper")
@@ -597,17 +638,17 @@ def plot(args, flags):
 
 def plot_runs(folders, path):
     """Three panels: training loss (running mean; marks: validation), then how far it, and in the end the validation loss, lies
-    from bf16's of the same seed. Runs are thin lines or dots; bold, of several seeds, their mean, from three on with its 95 %
-    interval."""
+    from bf16's of the same seed. Runs are thin lines or dots; bold, of several seeds, the median with the middle half of them,
+    and in the end the mean, from three on with its 95 % interval."""
     plt, (arms, others) = pyplot(), arms_of(folders)
     longest = max(len(rows) for runs in arms.values() for rows in runs.values())  # one window for all: their ratio is drawn
     with plt.rc_context(RULES):
         bf16 = arms.get("bf16", {})
         curves = {name: {seed: running_mean(rows, longest) for seed, rows in runs.items()} for name, runs in arms.items()}
-        wide = (5, 5, 4) if others else (5,)
+        wide = (5, 5, 5) if others else (5,)
         figure, (panels,) = plt.subplots(1, len(wide), figsize=(4 * len(wide), 3.6), layout="constrained", width_ratios=wide,
                                          squeeze=False)
-        more = iter(itertools.cycle(MORE_COLOURS))
+        more, ends = iter(itertools.cycle(MORE_COLOURS)), {}
         for name, runs in curves.items():
             colour = COLOURS.get(name) or next(more)
             draw_seeds(panels[0], runs, colour, name, False)
@@ -618,14 +659,19 @@ def plot_runs(folders, path):
                 off = {seed: {step: 100 * (loss / curves["bf16"][seed][step] - 1) for step, loss in curve.items()
                               if step in curves["bf16"][seed]} for seed, curve in runs.items() if seed in bf16}
                 draw_seeds(panels[1], off, colour, name, True)
-                draw_ends(panels[2], others.index(name), arms[name], bf16, colour)
+                ends[name] = name + draw_ends(panels[2], others.index(name), arms[name], bf16, colour)
         for panel in panels[1:]:
             panel.axhline(0, color=COLOURS["bf16"], lw=0.8)
+            if max(map(abs, panel.get_ylim())) > 2 * FAR:  # one run far off would hide the others
+                panel.set_yscale("symlog", linthresh=FAR, linscale=2)
+                panel.yaxis.set_major_formatter("{x:g}")
+                panel.autoscale_view()
         titles = "training loss", "training loss against bf16, by seed", "validation loss in the end, quantisation off"
         for panel, title, unit in zip(panels, titles, ("nats a token", "%", "% from bf16")):
             panel.set(title=title, xlabel="optimizer step", ylabel=unit)
         if others:
-            panels[2].set(xlabel="", xticks=range(len(others)), xticklabels=others, xlim=(-0.6, len(others) - 0.4))
+            panels[2].set(xlabel="", xticks=range(len(others)), xticklabels=map(ends.get, others), xlim=(-0.6, len(others) - 0.4))
+            panels[2].tick_params("x", labelsize=8)
         panels[0].legend()
         figure.savefig(path, dpi=160)
         plt.close(figure)
@@ -649,7 +695,7 @@ def arms_of(folders):
 
 
 def draw_seeds(panel, curves, colour, label, shade):
-    """Curves {seed: {step: value}}, thin, and where there are several their mean; shade: its 95 % interval, from three on."""
+    """Curves {seed: {step: value}}, thin, and where there are several their median; shade: and the middle half."""
     curves = [curve for curve in curves.values() if curve] or [{}]  # what has only begun has no steps
     alone = len(curves) == 1
     for curve in curves:
@@ -657,17 +703,16 @@ def draw_seeds(panel, curves, colour, label, shade):
                    label=label if alone else None)
     if not alone:
         steps = sorted(set.intersection(*map(set, curves)))
-        spread = [interval([curve[step] for curve in curves]) for step in steps]
-        means = [mean for mean, _ in spread]
-        panel.plot(steps, means, color=colour, lw=1.6, label=f"{label}, {len(curves)} seeds")
-        if shade and len(curves) > 2:
-            low, high = ([mean + sign * half for mean, half in spread] for sign in (-1, 1))
+        quarters = [statistics.quantiles([curve[step] for curve in curves], method="inclusive") for step in steps]
+        low, middle, high = zip(*quarters) if quarters else ((), (), ())
+        panel.plot(steps, middle, color=colour, lw=1.6, label=f"{label}, {len(curves)} seeds")
+        if shade:
             panel.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
 
 
 def draw_ends(panel, x, runs, bf16, colour):
     """The last validation loss of each run against that of bf16's at the same step, and the mean, from three runs on with its
-    95 % interval."""
+    95 % interval. Returns mean and median as text."""
     last = lambda rows: {row["step"]: row["val_loss"] for row in rows[-1:] if row.get("val_loss")}
     off = [100 * (loss / last(bf16[seed])[step] - 1) for seed, rows in runs.items() if seed in bf16
            for step, loss in last(rows).items() if step in last(bf16[seed])]
@@ -675,7 +720,8 @@ def draw_ends(panel, x, runs, bf16, colour):
         mean, half = interval(off)
         panel.plot([x - 0.15] * len(off), off, "o", ms=3.5, color=colour, alpha=0.5)
         panel.errorbar(x + 0.1, mean, half if len(off) > 2 else None, fmt="o", ms=6, capsize=4, color=colour)
-        panel.annotate(f"{mean:+.2f} %", (x + 0.16, mean), (4, 0), textcoords="offset points", va="center", fontsize=8.5)
+        return f"\nmean {mean:+.2f} %\nmedian {statistics.median(off):+.2f} %"
+    return ""
 
 
 def pyplot():
@@ -907,18 +953,17 @@ def draw_in_flight(figure, rows):
 
 
 def draw_error(figure, rows):
-    """Left: the loss of each setting against bf16's at the same weights, a mark for all checkpoints of a step. Right: how far
-    gradients turn away, by kind of weight, the mean over checkpoints."""
-    steps, settings, kinds = sorted(values(rows, "step")), values(rows, "setting"), [*KINDS, "all"]
+    """Left: the loss of each setting against bf16's at the same weights, by checkpoint. Right: how far gradients turn away, by
+    kind of weight, the mean over checkpoints."""
+    checkpoints, settings, kinds = values(rows, "checkpoint"), values(rows, "setting"), [*KINDS, "all"]
     figure.set_size_inches(10, 1.8 + 0.24 * len(settings))
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2, 3))
-    for i, step in enumerate(steps):
-        here = [[row for row in rows if (row["step"], row["setting"]) == (step, setting)] for setting in settings]
-        spread = [interval([row["percent_from_bf16"] for row in found]) if found else (math.nan, 0) for found in here]
-        half = [found[0]["percent_interval"] if len(found) == 1 else h for found, (_, h) in zip(here, spread)]
-        at = [y + (i + 0.5) / len(steps) / 2 - 0.25 for y in range(len(settings))]
-        left.errorbar([mean for mean, _ in spread], at, xerr=half, fmt="o", ms=3.5, lw=1, label=f"step {step:.0f}",
-                      color=(COLOURS["bf16"], *MORE_COLOURS[1:])[i % 6])
+    for i, checkpoint in enumerate(checkpoints):
+        here = {row["setting"]: row for row in rows if row["checkpoint"] == checkpoint}
+        at = [y + (i + 0.5) / len(checkpoints) / 2 - 0.25 for y, setting in enumerate(settings) if setting in here]
+        row, here = next(iter(here.values())), [here[setting] for setting in settings if setting in here]
+        left.errorbar([r["percent_from_bf16"] for r in here], at, xerr=[r["percent_interval"] for r in here], fmt="o", ms=3.5,
+                      lw=1, label=f"{row['step']:.0f}, {row['seed']:.0f}", color=(COLOURS["bf16"], *MORE_COLOURS)[i % 7])
     aside = lambda cosine: math.nan if cosine is None else 100 * math.sqrt(max(0, 1 - cosine**2))
     turned = [[statistics.fmean(aside(row[f"cosine_{kind}"]) for row in rows if row["setting"] == setting) for kind in kinds]
               for setting in settings]
@@ -930,15 +975,13 @@ def draw_error(figure, rows):
     left.set(title="validation loss of the quantised forward", xlabel="% from bf16", yticks=range(len(settings)),
              yticklabels=settings, ylim=(len(settings) - 0.5, -0.5))
     left.locator_params(axis="x", nbins=6)
-    left.legend(title="checkpoint of", title_fontsize=8)
+    left.legend(title="step, seed", title_fontsize=8)
     right.set(title="gradient: part at right angles to bf16's, % of its norm", xticks=range(len(kinds)),
               xticklabels=[re.sub("mla|fc", lambda found: found[0].upper(), kind).replace("_", "\n") for kind in kinds])
     right.grid(visible=False)
     right.tick_params(length=0)
-    number_of = len(values(rows, "checkpoint"))
-    over = "checkpoints of a step" if number_of > len(steps) else "batches"
-    return (f"bench.py error: {number_of} checkpoint{'s' * (number_of > 1)}, {rows[0]['tokens']:.0f} tokens, gradients of"
-            f" {rows[0]['batches']:.0f} batches; bars: 95 % interval over {over}")
+    return (f"bench.py error: {len(checkpoints)} checkpoint{'s' * (len(checkpoints) > 1)}, {rows[0]['tokens']:.0f} tokens,"
+            f" gradients of {rows[0]['batches']:.0f} batches; bars: 95 % interval over batches")
 
 
 def draw_kept(panel, shape, rows):
@@ -2526,10 +2569,12 @@ def main(words):
                                       description=work.__doc__, allow_abbrev=False)
         command.set_defaults(work=work)
         if work is loss:
-            command.add_argument("--precisions", default="bf16,fp8,mxfp4", help="comma list, paper too [bf16,fp8,mxfp4]")
+            command.add_argument("--precisions", default="bf16,fp8,mxfp4", help=f"comma list of {', '.join(ARMS)}, each with"
+                                 " settings of its recipe, if any [bf16,fp8,mxfp4]")
             command.add_argument("--seeds", default="0,1", help="comma list [0,1]")
             command.add_argument("--out", type=Path, default=Path("out/loss"), help="folder of all runs [out/loss]")
             command.add_argument("--slice_minutes", type=float, default=0, help="stop, saved, after so many; 0: never [0]")
+            command.add_argument("--fork", type=int, default=0, help="step to which all are bf16; 0: none [0]")
             command.add_argument("--runs", default="1/1", help="i/n: the i-th of n shares of the runs [1/1]")
         elif work is error:
             command.add_argument("checkpoint", type=Path, nargs="+", help="<out_dir>/ckpt/<step>, or an <out_dir>")

@@ -225,7 +225,7 @@ def test_pictures_of_errors_and_of_runs_in_flight(tmp_path):
               | ({"tokens_per_s": 1000 * (i + j), "peak_gib": 60 + 40 * i - 20 * j + 70 * (shape == "v2")} if i else {})
               for shape in ("v3", "v2") for i, precision in enumerate(("bf16", "fp8", "mxfp4"))
               for j, scope in enumerate(("none", "norm"))]
-    errors = [blank | {"checkpoint": f"{seed}/{step}", "step": step, "setting": setting, "tokens": 99, "batches": 2,
+    errors = [blank | {"checkpoint": f"{seed}/{step}", "seed": seed, "step": step, "setting": setting, "tokens": 99, "batches": 2,
                        "percent_from_bf16": 0.1 * seed, "percent_interval": 0.2}
               | {f"cosine_{kind}": "" if kind == "dense" else 0.9 for kind in ("all", *bench.KINDS)}
               for seed, step in ((0, 10), (1, 10), (1, 20)) for setting in ("fp8", "mxfp4 save_h=fp4")]

@@ -206,7 +206,7 @@ def test_interval_by_hand(tmp_path):
     table = {row["precision"]: row for row in csv.DictReader((tmp_path / "loss_summary.csv").open())}
     assert list(table) == ["bf16", "fp8", "paper"] and table["bf16"]["percent_from_bf16"] == ""
     off = table["paper"]  # seed 2 has no partner: 1 % and 2.5 % -> 1.75 +- 12.7062 * 1.06066 / sqrt(2)
-    assert float(off["percent_from_bf16"]) == 1.75
+    assert float(off["percent_from_bf16"]) == float(off["percent_median"]) == 1.75
     assert float(off["percent_low"]) == pytest.approx(1.75 - 9.5297, abs=1e-3)
     assert (off["seeds"], off["percent_by_seed"]) == ("0 1 2", "1.0000 2.5000") and table["fp8"]["percent_low"] == ""
     assert "95 % interval -7.78 to +11.28" in said
@@ -239,10 +239,9 @@ def test_a_run_is_compared_at_the_same_step():
     """A run cut at step 10 of 40 is no better or worse than the whole one that it began as."""
     whole = [{"step": step, "loss": 2 / step, "val_loss": 2 / step if step % 10 == 0 else None} for step in range(1, 41)]
     shown = []
-    panel = SimpleNamespace(plot=lambda x, y, *_, **__: shown.append(y), errorbar=lambda *_, **__: 0,
-                            annotate=lambda *_, **__: 0)
-    bench.draw_ends(panel, 0, {0: whole[:10], 1: whole}, {0: whole, 1: whole}, "k")
-    assert shown == [[0.0]]  # of seed 1 alone
+    panel = SimpleNamespace(plot=lambda x, y, *_, **__: shown.append(y), errorbar=lambda *_, **__: 0)
+    said = bench.draw_ends(panel, 0, {0: whole[:10], 1: whole}, {0: whole, 1: whole}, "k")
+    assert shown == [[0.0]] and "mean +0.00 %" in said  # of seed 1 alone
     means = bench.running_mean(whole, 40)
     assert bench.running_mean(whole[:10], 40) == {step: means[step] for step in range(1, 11)}
 
@@ -288,6 +287,29 @@ def test_slices_go_on_bit_for_bit(micro, tmp_path, monkeypatch, capsys):
     for wrong in ("3/2", "0/2", "2"):
         with pytest.raises(ValueError, match="--runs"):
             bench.main(command("wrong", f"--runs={wrong}"))
+
+
+def test_a_fork_goes_on_from_bf16(micro, tmp_path, monkeypatch):
+    """On a CPU a run that forks off itself ends as if it never had; what differs has forked where it should."""
+    flags = words(micro(steps=4), "precision", "seed", "out_dir", "resume", "log_every")
+    monkeypatch.setattr(bench, "plot_runs", lambda *_: None)
+    bench.main(["loss", "--precisions=bf16", "--seeds=3", f"--out={tmp_path / 'whole'}", *flags])
+    command = lambda *more: ["loss", "--seeds=3,4", "--fork=2", f"--out={tmp_path / 'fork'}", *more, *flags]
+    bench.main(command("--precisions=bf16,bf16-again,mxfp4 save=bf16", "--runs=1/2"))
+    whole, = csv.DictReader((tmp_path / "whole" / "loss.csv").open())
+    rows = {row["precision"]: row for row in csv.DictReader((tmp_path / "fork" / "loss.csv").open())}
+    assert [(row["fork"], row["seed"]) for row in rows.values()] == 3 * [("2", "3")] and whole["fork"] == "0"
+    assert rows["bf16"]["val_loss"] == rows["bf16-again"]["val_loss"] == whole["val_loss"]
+    assert rows["mxfp4 save=bf16"]["val_loss"] != whole["val_loss"]
+    assert json.loads((tmp_path / "fork" / "mxfp4_save=bf16-3" / "config.json").read_text())["config"]["save"] == "bf16"
+    assert [row["step"] for row in lines(tmp_path / "fork" / "trunk-3" / "log.jsonl")] == [1, 2]
+
+    monkeypatch.setattr(train, "train_step", lambda *_: pytest.fail("a finished run was trained again"))
+    bench.main(command("--precisions=bf16-again,bf16", "--runs=1/2"))
+    for wrong, said in (("--precisions=bf17", "there is no"), ("--precisions=mxfp4 wire=fp5", "fp5"),
+                        ("--fork=4", "--fork")):
+        with pytest.raises(ValueError, match=said):
+            bench.main(command(wrong))
 
 
 # ---- diagnose ----

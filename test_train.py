@@ -107,9 +107,11 @@ def flags(config):
 
 
 def launch(work, *args, ranks=2, gpus=False):
-    """Runs work(*args) on gloo ranks; returns (exit code, result, error text) of each. All must end within 60 s. gpus: in
-    processes that may use them, which those forked from one that has asked for them may not."""
-    server = multiprocessing.get_context("spawn" if gpus else "forkserver")
+    """Runs work(*args) on gloo ranks; returns (exit code, result, error text) of each. All must end within 60 s.
+
+    gpus: in processes that may use them, which those forked from one that has asked for them may not; within 180 s, for
+    kernels compile first."""
+    server, patience = multiprocessing.get_context("spawn" if gpus else "forkserver"), 180 if gpus else 60
     server.set_forkserver_preload(["train", "test_train"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -119,13 +121,13 @@ def launch(work, *args, ranks=2, gpus=False):
         workers = [server.Process(target=worker, args=(r, ranks, port, answers[r], work, args)) for r in range(ranks)]
         for p in workers:
             p.start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience
         for p in workers:
             p.join(max(0.1, deadline - time.monotonic()))
         late = [p for p in workers if p.exitcode is None]
         for p in late:
             p.kill()
-        assert not late, f"{work.__name__}: {len(late)} ranks still ran after 60 s"
+        assert not late, f"{work.__name__}: {len(late)} ranks still ran after {patience} s"
         said = [pickle.loads(path.read_bytes()) if path.exists() else (None, "killed") for path in answers]
         return [(p.exitcode, *answer) for p, answer in zip(workers, said)]
 
