@@ -304,6 +304,15 @@ def test_a_fork_goes_on_from_bf16(micro, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "fork" / "mxfp4_save=bf16-3" / "config.json").read_text())["config"]["save"] == "bf16"
     assert [row["step"] for row in lines(tmp_path / "fork" / "trunk-3" / "log.jsonl")] == [1, 2]
 
+    clock, one_step = [0.0], train.train_step
+    with monkeypatch.context() as patch:  # cut after every step, in the trunk, too
+        patch.setattr(time, "monotonic", lambda: clock[0])
+        patch.setattr(train, "train_step", lambda *args: (clock.__setitem__(0, clock[0] + 60), one_step(*args))[1])
+        for _ in range(4):
+            bench.main(command("--precisions=bf16", f"--out={tmp_path / 'cut'}", "--slice_minutes=1", "--runs=1/2"))
+    cut, = csv.DictReader((tmp_path / "cut" / "loss.csv").open())
+    assert (cut["fork"], cut["val_loss"]) == ("2", whole["val_loss"])
+
     monkeypatch.setattr(train, "train_step", lambda *_: pytest.fail("a finished run was trained again"))
     bench.main(command("--precisions=bf16-again,bf16", "--runs=1/2"))
     for wrong, said in (("--precisions=bf17", "there is no"), ("--precisions=mxfp4 wire=fp5", "fp5"),
