@@ -1952,7 +1952,7 @@ def all_(args, flags):
     """Measures every committed table of one GPU again, in parts, and lists what differs by more than 5 %.
 
     What is measured is what results/h200 has rows of: kernels.csv, gemm.csv, layer.csv, profile.csv, train.csv (three rounds),
-    in_flight.csv and in_flight_80gb.csv (one round). --part=i/3 is one of three parts of less than 9 minutes on an H200.
+    in_flight.csv and in_flight_80gb.csv (one round). --part=i/3 is one of three parts, each meant to take less than 9 minutes.
     Tables grow in --out, a shape or a slice's recompute scope at a time: what has rows there of this commit, card, driver, torch
     and triton is not measured again, so the same command goes on where one was cut. Compared is with results/<card>.
     """
