@@ -154,11 +154,11 @@ def loss(args, flags):
     drawn by the seed; of shards it is the same for all seeds, so make shards.
 
     A precision may be followed by settings of its recipe: --precisions="bf16,mxfp4,mxfp4 wire=bf16". `paper` is mxfp4 with
-    SwiGLU's output in MXFP4 too, see the function `paper`. `bf16-again` is bf16: what it differs by is chance, for sums on a
-    GPU have no fixed order.
+    SwiGLU's output in MXFP4 too, see the function `paper`. `bf16-again` is bf16: how far apart two runs of one kind are, for
+    sums on a GPU have no fixed order.
 
-    Small models stay on a plateau for a time that chance decides, and differ most by that. --fork=STEP: bf16 trains each seed
-    to that step (folders trunk-SEED), and from there on every precision goes on by itself, bf16 too.
+    Small models stay on a plateau for a time that differs from run to run, and that hides the rest. --fork=STEP: bf16 trains
+    each seed to that step (folders trunk-SEED), and from there on every precision goes on by itself, bf16 too.
 
     Leaves in --out a folder a run, loss.csv, loss_summary.csv (mean deviation from bf16, paired by seed, with its 95 %
     interval), loss_curves.csv (running means of the training loss) and loss.png. Run again, the same command does what is
@@ -171,7 +171,7 @@ def loss(args, flags):
     if not all(seed.isdigit() for seed in seeds):
         raise ValueError(f"--seeds={args.seeds} is no comma list of whole numbers.")
     for arm in arms:
-        check_arm(arm, usual)
+        arm_settings(arm, usual)
     if not 0 <= args.fork < usual.steps:
         raise ValueError(f"--fork={args.fork} is no step before --steps={usual.steps}.")
     i, n = share_of("--runs", args.runs)
@@ -194,15 +194,16 @@ def loss(args, flags):
         plot_runs(folders, args.out / "loss.png")
 
 
-def check_arm(arm, usual):
-    """ValueError: `loss` cannot train it."""
-    base, *words = arm.split()
-    changes = dict(word.partition("=")[::2] for word in words)
-    if base not in ARMS or set(changes) - {f.name for f in dataclasses.fields(quant.Recipe)}:
+def arm_settings(arm, usual):
+    """{setting of a Config: value} of an arm, "mxfp4 wire=bf16" for example. ValueError: it cannot be trained."""
+    base, *words = arm.split() or [""]
+    settings = dict(word.partition("=")[::2] for word in words)
+    if base not in ARMS or set(settings) - {f.name for f in dataclasses.fields(quant.Recipe)}:
         raise ValueError(f"--precisions: there is no {arm!r}; choose among {', '.join(ARMS)}, and settings of a recipe.")
-    dataclasses.replace(RECIPES[ARMS[base]], **changes)
+    dataclasses.replace(RECIPES[ARMS[base]], **settings)
     if base == "paper":
-        check_paper(changes.get("compute") or usual.compute or "fp8", usual.recompute)
+        check_paper(settings.get("compute") or usual.compute or "fp8", usual.recompute)
+    return {"precision": ARMS[base]} | settings
 
 
 def run_folder(out, arm, seed):
@@ -220,11 +221,9 @@ def share_of(flag, text):
 def train_until(deadline, out, usual, arm, seed, fork=0):
     """Trains one run, or what is left of it; False if the deadline came first. fork: from where bf16 was at that step.
     KeyboardInterrupt: a signal did."""
-    base, *words = arm.split()
-    settings = dict(word.split("=") for word in words)
     folder = run_folder(out, arm, seed)
-    config = dataclasses.replace(usual, precision=ARMS[base], **settings, seed=seed, out_dir=str(folder), log_every=1)
-    if is_finished(folder, config):
+    config = dataclasses.replace(usual, **arm_settings(arm, usual), seed=seed, out_dir=str(folder), log_every=1)
+    if is_finished(folder, config, fork):
         return True
     begin, trunk = "auto", out / f"trunk-{seed}"
     if fork and not trainer.complete_checkpoints(folder / "ckpt"):
@@ -292,15 +291,17 @@ def paper():
         yield
 
 
-def is_finished(folder, config):
-    """Whether the run of this very config is done. ValueError: the folder holds another one."""
+def is_finished(folder, config, fork):
+    """Whether the run of this very config, from bf16's step `fork` on, is done. ValueError: the folder holds another one."""
     if not (folder / "log.jsonl").exists():
         return False
     before, rows = read_run(folder)
     before = dataclasses.asdict(trainer.Config()) | before  # which may be older than a setting
     for name, now in dataclasses.asdict(config).items():
-        if before[name] != now and name != "resume":
+        if before[name] != now and name != "resume":  # where it began: below
             raise ValueError(f"{folder} was run with {name}={before[name]}, not {now}: choose another --out.")
+    if rows and rows[0]["step"] - 1 != fork:
+        raise ValueError(f"{folder} was run with --fork={rows[0]['step'] - 1}, not {fork}: choose another --out.")
     return is_done(before, rows)
 
 
@@ -648,7 +649,8 @@ def plot_runs(folders, path):
         wide = (5, 5, 5) if others else (5,)
         figure, (panels,) = plt.subplots(1, len(wide), figsize=(4 * len(wide), 3.6), layout="constrained", width_ratios=wide,
                                          squeeze=False)
-        more, ends = iter(itertools.cycle(MORE_COLOURS)), {}
+        free = [colour for colour in MORE_COLOURS if colour not in map(COLOURS.get, curves)]
+        more, ends = itertools.cycle(free), {}
         for name, runs in curves.items():
             colour = COLOURS.get(name) or next(more)
             draw_seeds(panels[0], runs, colour, name, False)

@@ -316,7 +316,8 @@ def test_a_fork_goes_on_from_bf16(micro, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "train_step", lambda *_: pytest.fail("a finished run was trained again"))
     bench.main(command("--precisions=bf16-again,bf16", "--runs=1/2"))
     for wrong, said in (("--precisions=bf17", "there is no"), ("--precisions=mxfp4 wire=fp5", "fp5"),
-                        ("--fork=4", "--fork")):
+                        ("--precisions=mxfp4 wire", "wire"), ("--precisions=bf16,", "there is no"), ("--fork=4", "--fork"),
+                        ("--fork=1", "was run with --fork=2, not 1"), ("--fork=0", "not 0")):
         with pytest.raises(ValueError, match=said):
             bench.main(command(wrong))
 
