@@ -1497,7 +1497,7 @@ def layer_rows(shape, groups):
                "times_grouped_mm": round(us["grouped_mm"][1] / both_us, 3), "times_bf16": round(us["bf16"][1] / both_us, 3),
                "times_fp8": round(us["fp8"][1] / both_us, 3), "float32_us": round(float32_us, 1),
                "float32_times_grouped_mm": round(us["grouped_mm"][2] / float32_us, 3),
-               "weights_us": round(median_us(lambda: [quant._weight_copies(w.detach(), compute, torch.bfloat16)
+               "weights_us": round(median_us(lambda: [quant._weight_copies(w.detach(), compute, torch.bfloat16, None)
                                                       for w in wide[compute]]), 1),
                "kept_bytes_a_row": round(kept_between(forwards[name], x, p, narrow) / pairs)}
 
