@@ -718,12 +718,14 @@ def draw_ends(panel, x, runs, bf16, colour):
     last = lambda rows: {row["step"]: row["val_loss"] for row in rows[-1:] if row.get("val_loss")}
     off = [100 * (loss / last(bf16[seed])[step] - 1) for seed, rows in runs.items() if seed in bf16
            for step, loss in last(rows).items() if step in last(bf16[seed])]
-    if off:
-        mean, half = interval(off)
-        panel.plot([x - 0.15] * len(off), off, "o", ms=3.5, color=colour, alpha=0.5)
-        panel.errorbar(x + 0.1, mean, half if len(off) > 2 else None, fmt="o", ms=6, capsize=4, color=colour)
-        return f"\nmean {mean:+.2f} %\nmedian {statistics.median(off):+.2f} %"
-    return ""
+    if not off:
+        return ""
+    mean, half = interval(off)
+    panel.errorbar(x + 0.1, mean, half if len(off) > 2 else None, fmt="o", ms=6, capsize=4, color=colour)
+    if len(off) == 1:
+        return f"\n{mean:+.2f} %"
+    panel.plot([x - 0.15] * len(off), off, "o", ms=3.5, color=colour, alpha=0.5)
+    return f"\nmean {mean:+.2f} %\nmedian {statistics.median(off):+.2f} %"
 
 
 def pyplot():
@@ -1321,7 +1323,7 @@ def chains(t):
 
 # E experts, M rows in all, H hidden, I expert width; the four GEMMs of a layer read and write these
 GEMM_SHAPES = {"v3": (8, 32768, 7168, 2048), "v3-32": (32, 32768, 2048, 2048), "v2": (20, 24576, 5120, 1536),
-               "v2-lite": (64, 98304, 2048, 1408)}
+               "v2-lite": (64, 98304, 2048, 1408), "small": (64, 786432, 768, 256)}
 GEMM_COLUMNS = ("shape", "groups", "gemm", "E", "M", "N", "K", "us", "tflops", "percent_of_roof", "times_bf16_grouped",
                 "times_scaled_mm_loop", "times_deep_gemm", "roof_tflops", "sustained_tflops", *NOTED)
 
@@ -1441,7 +1443,8 @@ def deep_gemm_grouped(a8, b8, sizes, out):
 
 # ---- layer ----
 
-LAYER_SHAPES = {**SHAPES, "v3-all": (4096, 8, 8, 7168, 2048, 32768)}  # as SHAPES; v3-all: every token on all 8 experts
+# as SHAPES; v3-all: every token on all 8 experts
+LAYER_SHAPES = {**SHAPES, "v3-all": (4096, 8, 8, 7168, 2048, 32768), "tiny": (256, 2, 4, 256, 128, 512)}
 LAYER_COLUMNS = ("shape", "groups", "layer", "forward_us", "us", "tflops", "times_grouped_mm", "times_bf16", "times_fp8",
                  "float32_us", "float32_times_grouped_mm", "weights_us", "kept_bytes_a_row", *NOTED)
 LAYERS = {"bf16": RECIPES["bf16"], "fp8": RECIPES["fp8"], "mxfp4": RECIPES["mxfp4"],

@@ -244,6 +244,15 @@ def test_pictures_of_the_readme_are_there():
         assert (FOLDER / picture).is_file() and (FOLDER / picture).with_suffix(".csv").is_file(), picture
 
 
+@needs_cuda
+def test_layer_on_gpu(tmp_path):
+    """Each layer in both loads; what is kept of a pair is half of x and h, or less, in the narrow formats."""
+    bench.main(["layer", "--shapes=tiny", f"--out={tmp_path / 'layer.csv'}"])
+    rows = bench.read_table(tmp_path / "layer.csv")
+    kept = {row["layer"]: float(row["kept_bytes_a_row"]) for row in rows if row["groups"] == "balanced"}
+    assert len(rows) == 10 and kept["mxfp4, h in fp4"] < kept["mxfp4"] < kept["fp8"] < 0.7 * kept["bf16"]
+
+
 # ---- train.py --memory_snapshot ----
 
 
