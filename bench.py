@@ -1201,9 +1201,9 @@ def layer_tensors(shape, groups):
     ids = route(shape, groups)
     pairs = int((ids >= 0).sum())
     M = int(((torch.bincount(ids[ids >= 0], minlength=E) + 127) // 128 * 128).sum())
-    pair, row, offsets, _, shift = k.group_rows(ids, E, M)
+    pair, row, layout, _, shift = k.group_rows(ids, E, M)
     new = lambda *size, dtype=torch.bfloat16: torch.randn(*size, device="cuda", dtype=dtype)
-    x, h, p, end = new(T, H), new(M, 2 * I), torch.rand(T * slots, device="cuda"), offsets[-1:]
+    x, h, p, end = new(T, H), new(M, 2 * I), torch.rand(T * slots, device="cuda"), layout[0, -1:]
     x8, x4 = (lambda q: (q[:2], q[2:]))(k.quantize_fp8_fp4_rows(x))
     h8, h4 = (k.swiglu(h, p, pair, shift, end, pairs, save)[2:] for save in ("fp8", "fp4"))
     return types.SimpleNamespace(
@@ -2171,14 +2171,13 @@ def exchanges_of(T, config, recipe, pairs):
     ids = router.select(torch.sigmoid(torch.randn(T, config.n_experts, device=device))).int()
     x, weights = torch.randn(T, config.hidden, device=device).to(dtype), torch.rand(ids.shape, device=device)
     x, weights, state = x.requires_grad_(), weights.requires_grad_(), types.SimpleNamespace()
-    local = torch.empty(config.n_experts // group.size(), 0, 0, device=device)  # as many experts as here, for their number's sake
-    per, top_k = (config.top_k, 1) if pairs else (1, config.top_k)
+    local, (per, top_k) = config.n_experts // group.size(), (config.top_k, 1) if pairs else (1, config.top_k)
 
     def dispatch():
         sent = quant.Activation(x, recipe, *quant._quantize_rows(x.detach(), {recipe.dispatch}))
         got = model._send(sent, ids.view(-1, top_k), weights.view(-1, top_k), group, config.n_experts, per)
         read = got.x.detach() if got.payload is None else got.payload
-        state.got, state.groups = got, quant._groups(got.ids, local, got.num_pairs)
+        state.got, state.groups = got, quant.group_rows(got.ids, local, got.num_pairs)
         quant._fan_out_rows(read, state.groups, recipe.compute)
 
     def combine():

@@ -1,5 +1,5 @@
 """Triton kernels for FP8 and MXFP4 training on Hopper: conversions, the data movement of an MoE layer, and FP8 GEMMs.
-Tensors in, a flat tuple of tensors out (GEMMs write where they are told); one launch each (routing maps three; odd widths, rows
+Tensors in, a flat tuple of tensors out (GEMMs write where they are told); one launch each (group_rows three; odd widths, rows
 and cols of another float than bfloat16, places of messages and route where it balances two), no host synchronisation.
 
 quant.py chooses between these and its plain PyTorch reference, checks shapes, and says what each tensor is used for.
@@ -1848,7 +1848,11 @@ def _route_backward(scores, ids, dweights, chosen, dbalance, dlogits, T, S, scal
 
 # -----------------------------------------------------------------------------
 # routing: where each token-expert pair stands once pairs are sorted by expert and every expert is padded to 128 rows.
-# ids [[1], [0], [1]], two experts: pair = [1, -1 x 127, 0, 2, -1 x 126], row = [[128], [0], [129]], offsets = [0, 128, 256]
+# ids [[1], [0], [1]], two experts: pair = [1, -1 x 127, 0, 2, -1 x 126], row = [[128], [0], [129]]
+#
+# layout [3, E + 1]: rows offsets[e] : offsets[e + 1] are expert e's, a row less shift[e] is its number without padding, and
+# end[e] is the row behind its last pair's. Of the last two the last is 0, for tiles behind all experts': here
+# offsets = [0, 128, 256], shift = [0, 127, 0], end = [1, 130, 0]
 
 @triton.jit
 def _count_pairs(ids, counts, n, E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
@@ -1860,9 +1864,23 @@ def _count_pairs(ids, counts, n, E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.
 
 
 @triton.jit
-def _lay_out(counts, offsets, shift, end, chunks, tiles, E: tl.constexpr, BINS: tl.constexpr, STEP: tl.constexpr):
-    """One program: counts become the numbers of pairs in earlier chunks; offsets [E + 1]; of each expert what to subtract from a
-    row for its number without padding, and the row behind its last pair's."""
+def _store_layout(layout, total, num_rows, num_pairs, E: tl.constexpr):
+    """Of experts with so many pairs each, 0 for bins behind the last; nothing lies behind num_rows, or num_pairs without
+    padding."""
+    e, padded = tl.arange(0, total.shape[0]), (total + 127) // 128 * 128
+    begin, inside = tl.cumsum(padded, 0) - padded, e < E
+    shift, offsets, shifts, ends = begin - (tl.cumsum(total, 0) - total), layout, layout + E + 1, layout + 2 * (E + 1)
+    tl.store(offsets + e, tl.minimum(begin, num_rows), mask=inside)
+    tl.store(offsets + E, tl.minimum(tl.sum(padded, 0), num_rows))
+    tl.store(shifts + e, shift, mask=inside)
+    tl.store(shifts + E, 0)
+    tl.store(ends + e, tl.minimum(begin + total, tl.minimum(shift + num_pairs, num_rows)), mask=inside)
+    tl.store(ends + E, 0)
+
+
+@triton.jit(do_not_specialize=["chunks", "num_rows", "num_pairs"])
+def _lay_out(counts, layout, chunks, num_rows, num_pairs, E: tl.constexpr, BINS: tl.constexpr, STEP: tl.constexpr):
+    """One program: counts become the numbers of pairs in earlier chunks, and their sums the layout."""
     e, step = tl.arange(0, BINS), tl.arange(0, STEP)
     total = tl.zeros((BINS,), tl.int32)
     for chunk in range(0, chunks, STEP):
@@ -1871,29 +1889,25 @@ def _lay_out(counts, offsets, shift, end, chunks, tiles, E: tl.constexpr, BINS: 
         count = tl.load(at, mask=inside, other=0)
         tl.store(at, tl.cumsum(count, 0) - count + total[None, :], mask=inside)
         total += tl.sum(count, 0)
-    padded = (total + 127) // 128 * 128
-    first, begin = tl.cumsum(total, 0) - total, tl.cumsum(padded, 0) - padded
-    # never behind the last row, if there are more pairs than room
-    tl.store(offsets + e, tl.minimum(begin, tiles * 128), mask=e < E)
-    tl.store(offsets + E, tl.minimum(tl.sum(padded, 0), tiles * 128))
-    tl.store(shift + e, begin - first, mask=e < E)
-    tl.store(end + e, begin + total, mask=e < E)
+    _store_layout(layout, total, num_rows, num_pairs, E)
 
 
 @triton.jit
-def _describe_tile(tile, offsets, shift, end, tile_expert, tile_shift, pair, E: tl.constexpr, BINS: tl.constexpr):
-    """A tile's expert, -1 behind the last one's, and its shift; -1 in pair's padding."""
-    e, row = tl.arange(0, BINS), tile * 128 + tl.arange(0, 128)
-    behind = tl.sum((tl.load(offsets + 1 + e, mask=e < E, other=2**31 - 1) <= tile * 128).to(tl.int32), 0)
-    here = behind < E
-    tl.store(tile_expert + tile, tl.where(here, behind, -1))
-    tl.store(tile_shift + tile, tl.load(shift + behind, mask=here, other=0))
-    tl.store(pair + row, -1, mask=row >= tl.load(end + behind, mask=here, other=0))
+def _describe_tiles(layout, tile_expert, tile_shift, pair, num_rows, E: tl.constexpr, BINS: tl.constexpr):
+    """Of a program's share of the tiles the expert, -1 behind the last one's, and its shift; -1 in pair's padding."""
+    e, r = tl.arange(0, BINS), tl.arange(0, 128)
+    last = tl.load(layout + 1 + e, mask=e < E, other=2**31 - 1)
+    for tile in range(tl.program_id(0), num_rows // 128, tl.num_programs(0)):
+        row, expert = tile * 128 + r, tl.sum((last <= tile * 128).to(tl.int32), 0)
+        shift, end = tl.load(layout + E + 1 + expert), tl.load(layout + 2 * (E + 1) + expert)
+        tl.store(tile_expert + tile, tl.where(expert < E, expert, -1))
+        tl.store(tile_shift + tile, shift)
+        tl.store(pair + row, -1, mask=row >= end)
 
 
 @triton.jit
-def _place_pairs(ids, before, offsets, shift, end, tile_expert, tile_shift, pair, row, n, num_rows, num_pairs,
-                 E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
+def _place_pairs(ids, before, layout, tile_expert, tile_shift, pair, row, n, num_rows, E: tl.constexpr, BINS: tl.constexpr,
+                 CHUNK: tl.constexpr):
     """A pair's row: its expert's first, and the pairs of that expert in earlier chunks, and earlier in this one. None, -1, for
     pairs whose expert does not exist, and for those that there is no room for, among rows or in what is kept of h. And a share
     of the tiles."""
@@ -1903,13 +1917,21 @@ def _place_pairs(ids, before, offsets, shift, end, tile_expert, tile_shift, pair
     rank = tl.sum(((expert[:, None] == expert[None, :]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
     here = (expert >= 0) & (expert < E)
     earlier = tl.load(before + _origin(tl.program_id(0), E) + expert, mask=here, other=0)
-    place = tl.load(offsets + expert, mask=here, other=0) + earlier + rank
-    here = here & (place < num_rows)
-    fits = here & (place - tl.load(shift + expert, mask=here, other=0) < num_pairs)
+    place = tl.load(layout + expert, mask=here, other=0) + earlier + rank
+    fits = here & (place < tl.load(layout + 2 * (E + 1) + expert, mask=here, other=0))
     tl.store(row + at, tl.where(fits, place, -1), mask=at < n)
-    tl.store(pair + place, tl.where(fits, at, -1).to(tl.int32), mask=here)
-    for tile in range(tl.program_id(0), num_rows // 128, tl.num_programs(0)):
-        _describe_tile(tile, offsets, shift, end, tile_expert, tile_shift, pair, E, BINS)
+    tl.store(pair + place, at.to(tl.int32), mask=fits)
+    _describe_tiles(layout, tile_expert, tile_shift, pair, num_rows, E, BINS)
+
+
+@triton.jit(do_not_specialize=["n", "num_rows"])
+def _regroup_rows(row, layout, pair, tile_expert, tile_shift, n, num_rows, E: tl.constexpr, BINS: tl.constexpr,
+                  CHUNK: tl.constexpr):
+    """What _place_pairs wrote beside row, from that."""
+    at = _origin(tl.program_id(0), CHUNK) + tl.arange(0, CHUNK)
+    place = tl.load(row + at, mask=at < n, other=-1)
+    tl.store(pair + place, at.to(tl.int32), mask=place >= 0)
+    _describe_tiles(layout, tile_expert, tile_shift, pair, num_rows, E, BINS)
 
 
 @triton.jit
@@ -2840,22 +2862,32 @@ def route_backward(scores, ids, dweights, chosen, dbalance, softmax, renormalise
 
 
 def group_rows(ids, num_experts, num_rows, num_pairs=None):
-    """ids [T, K] int32 expert of each pair, -1 for none here -> pair [num_rows], row [T, K], offsets [E + 1], expert and shift
-    of each 128-row tile [num_rows / 128], all int32.
+    """ids [T, K] int32 expert of each pair, -1 for none here -> pair [num_rows], row [T, K], layout [3, E + 1], expert and shift
+    of each 128-row tile [num_rows / 128], all int32. See the section on routing.
 
     num_rows: at least what the pairs take, each expert padded to 128; T * K + 127 * E, rounded up to 128, is always enough.
     num_pairs: at least as many as there are, if not T * K. Pairs that do not fit are left out, as if they were not here."""
     n, chunk, bins = ids.numel(), 128, max(2, triton.next_power_of_2(num_experts))
-    chunks, tiles = _cdiv(n, chunk), num_rows // 128
     new = lambda *shape: ids.new_empty(shape, dtype=torch.int32)
-    pair, row, offsets, expert, shift = new(num_rows), new(*ids.shape), new(num_experts + 1), new(tiles), new(tiles)
-    counts, ids = new(chunks, num_experts), ids.contiguous()
-    of_experts = new(2, num_experts).unbind()  # an expert's shift, and the row behind its last pair's
+    chunks, (pair, expert, shift) = _cdiv(n, chunk), _new_maps(ids, num_rows)
+    row, layout, counts, ids = new(*ids.shape), new(3, num_experts + 1), new(chunks, num_experts), ids.contiguous()
     _launch(_count_pairs, chunks, ids, counts, n, num_experts, triton.next_power_of_2(num_experts + 1), chunk)
-    _launch(_lay_out, 1, counts, offsets, *of_experts, chunks, tiles, num_experts, bins, max(16, 4096 // bins))
-    _launch(_place_pairs, max(chunks, 1), ids, counts, offsets, *of_experts, expert, shift, pair, row, n, num_rows,
-            n if num_pairs is None else num_pairs, num_experts, bins, chunk)
-    return pair, row, offsets, expert, shift
+    _launch(_lay_out, 1, counts, layout, chunks, num_rows, n if num_pairs is None else num_pairs, num_experts, bins,
+            max(16, 4096 // bins))
+    _launch(_place_pairs, max(chunks, 1), ids, counts, layout, expert, shift, pair, row, n, num_rows, num_experts, bins, chunk)
+    return pair, row, layout, expert, shift
+
+
+def _new_maps(like, num_rows):
+    return [like.new_empty(size, dtype=torch.int32) for size in (num_rows, num_rows // 128, num_rows // 128)]
+
+
+def regroup_rows(row, layout, num_rows):
+    """row, layout and num_rows of group_rows -> its pair, and the expert and shift of each tile."""
+    n, E, chunk, (pair, expert, shift) = row.numel(), layout.shape[1] - 1, 128, _new_maps(row, num_rows)
+    _launch(_regroup_rows, max(_cdiv(n, chunk), 1), row, layout, pair, expert, shift, n, num_rows, E,
+            max(2, triton.next_power_of_2(E)), chunk)
+    return pair, expert, shift
 
 
 def sum_rows(y, row, scale=None, dtype=None):

@@ -1411,8 +1411,9 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, recompute: frozenset = froze
     """Bytes a token of one layer that autograd holds between forward and backward, by tensor.
 
     ranks: expert-parallel ranks; on one, what experts received and the shared expert's input are the same tensor where they
-    have the same format. element_size: bytes of an unquantised activation. dense: a layer with a dense feed-forward. Left out is
-    what GPU kernels fill up: columns of h to 128, where it stays BF16 its rows, too."""
+    have the same format. element_size: bytes of an unquantised activation. dense: a layer with a dense feed-forward. Left out are
+    12 bytes for each expert here and 12 more, where experts' rows lie, and what GPU kernels fill up: columns of h to 128, where
+    it stays BF16 its rows, too, and 4 bytes a token of a dense layer whose tokens fill no tiles."""
     c, e = config, element_size
     size = lambda width, name: quant.bytes_per_row(width, name, e)
     attn, norm, mla_up = "attn" in recompute, "norm" in recompute, "mla_up" in recompute or "attn" in recompute
@@ -1443,7 +1444,7 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, recompute: frozenset = froze
         rows["received"] = tokens * (quant.message_bytes(received, c.hidden, dtype, ids, ids) + scales)
     rows["h"] = 0 if "moe" in recompute else c.top_k * size(2 * c.expert_width, recipe.save_h)
     rows["h, shared"] = 0 if "mlp" in recompute or not c.n_shared else size(2 * c.n_shared * c.expert_width, recipe.save_h)
-    rows["routing"] = tokens * c.top_k * 8 + c.n_experts * 4  # ids and weights where experts are, scores at home
+    rows["routing"] = tokens * c.top_k * 8 + c.n_experts * 4  # rows and weights of pairs where experts are, scores at home
     rows["routing"] += 4 * (ranks + min(ranks, c.top_k)) if ranks > 1 else 0  # which rows went where: Route
     return rows
 

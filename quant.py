@@ -919,12 +919,13 @@ class Groups(NamedTuple):
     Example: ids [[1], [0], [1]], 2 experts -> pair_M = [1, -1 x 127, 0, 2, -1 x 126], row_TK = [[128], [0], [129]],
     offsets = [0, 128, 256], expert = [0, 1], shift = [0, 127]."""
     pair_M: Tensor   # [M] which pair (token * K + slot) a row holds; -1 is padding
-    row_TK: Tensor   # [T, K] row of each pair; -1 where the expert is not here
-    offsets: Tensor  # [E + 1] int32, rows of expert e: offsets[e] : offsets[e + 1]
+    row_TK: Tensor   # [T, K] int32 row of each pair; -1 where the expert is not here
+    layout: Tensor   # [3, E + 1] int32: offsets, shifts of experts, ends of their pairs; a last 0 in the latter two
+    offsets: Tensor  # [E + 1], of layout; rows of expert e: offsets[e] : offsets[e + 1]
     expert: Tensor   # [M / 128] int32 expert of each tile of 128 rows; on a GPU -1 behind the last one's
     shift: Tensor    # [M / 128] int32 h is kept without padding: row m of it is row m - shift[m // 128] there
     num_pairs: int   # rows kept of h: real pairs, on a GPU perhaps fewer than this
-    dense: bool = False  # every token once, in its own row: nothing is fanned out or summed
+    dense: bool = False  # every token once, in its own row: nothing is fanned out or summed, layout is left out
 
     @property
     def on_gpu(self) -> bool:
@@ -935,6 +936,11 @@ class Groups(NamedTuple):
     def index(self) -> tuple[Tensor, Tensor, int]:
         """What fan-out kernels gather by: pairs, the first row behind the last expert's, pairs a token."""
         return self.pair_M, self.offsets[-1:], self.row_TK.shape[1]
+
+    @property
+    def kept(self) -> tuple:
+        """All that `regroup` needs to make the others again: 4 bytes a pair, 12 (E + 1) in all."""
+        return self.row_TK, self.layout, self.num_pairs
 
     @property
     def row_P(self) -> Tensor:
@@ -957,37 +963,56 @@ def group_rows(ids_TK: Tensor, num_experts: int, num_pairs: int | None = None) -
     exist, are left out. On a CPU M and num_pairs are exact."""
     if _on_gpu(ids_TK):
         num_pairs = ids_TK.numel() if num_pairs is None else num_pairs
-        num_rows = (num_pairs + (TILE - 1) * min(num_experts, num_pairs) + TILE - 1) // TILE * TILE
-        pair_M, row_TK, offsets, expert, shift = kernels.group_rows(ids_TK.int(), num_experts, num_rows, num_pairs)
-        return Groups(pair_M, row_TK, offsets, expert, shift, num_pairs)
+        num_rows = _room(num_pairs, num_experts)
+        pair_M, row_TK, layout, *of_tiles = kernels.group_rows(ids_TK.int(), num_experts, num_rows, num_pairs)
+        return Groups(pair_M, row_TK, layout, layout[0], *of_tiles, num_pairs)
     ids = ids_TK.flatten().long()
     if bool((ids >= num_experts).any()):
         raise ValueError(f"expert {ids.max()} does not exist: there are {num_experts}")
     ids = torch.where(ids < 0, num_experts, ids)
     counts = torch.bincount(ids, minlength=num_experts + 1)[:num_experts]
-    first, offsets = F.pad(counts.cumsum(0), (1, 0)), F.pad(((counts + TILE - 1) // TILE * TILE).cumsum(0), (1, 0))
-    num_pairs, num_rows = int(first[-1]), int(offsets[-1])
+    layout, num_pairs = _layout(counts), int(counts.sum())
     order_P = torch.sort(ids, stable=True).indices[:num_pairs]
-    expert_P = ids[order_P]
-    row_P = torch.arange(num_pairs) - first[expert_P] + offsets[expert_P]
-    pair_M = torch.full((num_rows,), -1).index_copy_(0, row_P, order_P)
-    row_TK = torch.full_like(ids, -1).index_copy_(0, order_P, row_P).view(ids_TK.shape)
-    expert = torch.repeat_interleave(torch.arange(num_experts), offsets.diff() // TILE)
-    return Groups(pair_M, row_TK, offsets.int(), expert.int(), (offsets - first)[expert].int(), num_pairs)
+    row_P = torch.arange(num_pairs) + layout[1, ids[order_P]]
+    row_TK = torch.full_like(ids, -1).index_copy_(0, order_P, row_P).view(ids_TK.shape).int()
+    return regroup(row_TK, layout, num_pairs)
 
 
-def _groups(ids_TK: Tensor, w13: Tensor, num_pairs: int | None) -> Groups:
-    """Of experts, or of a dense layer, whose weights have no expert axis. On a GPU tokens that fill no tile are padded as an
-    expert's are."""
-    if w13.dim() == 3 or _on_gpu(ids_TK) and len(ids_TK) % TILE:
-        return group_rows(ids_TK, len(w13) if w13.dim() == 3 else 1, num_pairs)
-    return _dense_groups(len(ids_TK), ids_TK.device)
+def _room(num_pairs: int, num_experts: int) -> int:
+    """Rows that so many pairs can take, every expert's padded."""
+    return (num_pairs + (TILE - 1) * min(num_experts, num_pairs) + TILE - 1) // TILE * TILE
 
 
-@functools.cache  # made once: filling them takes four launches, and every dense layer asks twice
+def _layout(counts_E: Tensor) -> Tensor:
+    """Groups' layout for so many pairs of each expert."""
+    padded = (counts_E + TILE - 1) // TILE * TILE
+    offsets, first = (F.pad(n.cumsum(0), (1, 0)) for n in (padded, counts_E))
+    return torch.stack([offsets, *(F.pad(n[:-1], (0, 1)) for n in (offsets - first, offsets + F.pad(counts_E, (0, 1))))]).int()
+
+
+def regroup(row_TK: Tensor, layout: Tensor, num_pairs: int) -> Groups:
+    """The Groups of which these are kept."""
+    if _on_gpu(row_TK):
+        pair_M, expert, shift = kernels.regroup_rows(row_TK, layout, _room(num_pairs, layout.shape[1] - 1))
+        return Groups(pair_M, row_TK, layout, layout[0], expert, shift, num_pairs)
+    row = row_TK.flatten().long()
+    pair_P = (row >= 0).nonzero().squeeze(1)
+    pair_M = torch.full((int(layout[0, -1]),), -1).index_copy_(0, row[pair_P], pair_P)
+    expert = torch.repeat_interleave(torch.arange(layout.shape[1] - 1), layout[0].diff() // TILE)
+    return Groups(pair_M, row_TK, layout, layout[0], expert.int(), layout[1, expert], num_pairs)
+
+
+def _groups_of_one(T: int, like: Tensor) -> Groups:
+    """Of a dense layer: its only expert reads every token. On a GPU tokens that fill no tile are padded as an expert's are."""
+    if _on_gpu(like) and T % TILE:
+        return group_rows(torch.zeros(T, 1, dtype=torch.int32, device=like.device), 1)
+    return _dense_groups(T, like.device)
+
+
+@functools.cache  # made once: filling them takes four launches
 def _dense_groups(T: int, device: torch.device) -> Groups:
     row, zeros = torch.arange(T, device=device, dtype=torch.int32), torch.zeros(-(-T // TILE), device=device, dtype=torch.int32)
-    return Groups(row, row[:, None], torch.arange(2, device=device, dtype=torch.int32) * T, zeros, zeros, T, dense=True)
+    return Groups(row, row[:, None], None, torch.arange(2, device=device, dtype=torch.int32) * T, zeros, zeros, T, dense=True)
 
 
 def _gather(q: Tensor | Fp8 | Fp4, index_M: Tensor):
@@ -1153,17 +1178,18 @@ def _expert_operands(weight: Tensor, recipe: Recipe, dtype: torch.dtype, fill: C
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Forward: fan out, FC1, SwiGLU, FC2, sum. Keeps x (source) before fan-out, h (unless recomputed), ids and weights.
+    """Forward: fan out, FC1, SwiGLU, FC2, sum. Keeps x (source) before fan-out, h (unless recomputed), rows of pairs and weights.
 
-    Routing maps are made again in backward: that costs three small launches, keeping them 12 bytes a row."""
+    The other routing maps are made again in backward: that costs one small launch, keeping them 4 bytes a row. What is `dense`
+    has none of its own, and is kept as it is."""
 
     @staticmethod
-    def forward(ctx, x, weights_TK, w13, w2, ids_TK, num_pairs, recipe, read, source, recompute, depart):
-        ctx.recipe, ctx.dtype, ctx.num_pairs, ctx.depart = recipe, x.dtype, num_pairs, depart
-        groups, (fill_w13, fill_w2) = _groups(ids_TK, w13, num_pairs), _fills(w2, x, recipe)
+    def forward(ctx, x, weights_TK, w13, w2, groups, recipe, read, source, recompute, depart):
+        ctx.recipe, ctx.dtype, ctx.depart, ctx.dense = recipe, x.dtype, depart, groups if groups.dense else None
+        fill_w13, fill_w2 = _fills(w2, x, recipe)
         # h in full is freed here, unless it is what is kept: nothing else refers to it
         a_M, h_kept = _swiglu_forward(_SwiGLU.fc1(read, w13, groups, recipe, x.dtype, fill_w13), weights_TK, groups, recipe)
-        _save(ctx, weights_TK, w13, w2, ids_TK, source, None if recompute else h_kept)
+        _save(ctx, weights_TK, w13, w2, None if groups.dense else groups.kept, source, None if recompute else h_kept)
         del h_kept
         return _sum_rows(_grouped_mm(a_M, _expert_operands(w2, recipe, x.dtype, fill_w2)[0], groups, x.dtype), groups)
 
@@ -1176,8 +1202,8 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         recipe, dtype = ctx.recipe, ctx.dtype
-        weights_TK, w13, w2, ids_TK, source, h_kept = _saved(ctx)
-        groups, (fill_w13, fill_w2) = _groups(ids_TK, w13, ctx.num_pairs), _fills(w2, dy, recipe)
+        weights_TK, w13, w2, groups, source, h_kept = _saved(ctx)
+        groups, (fill_w13, fill_w2) = ctx.dense or regroup(*groups), _fills(w2, dy, recipe)
         read, kept = _replay(source, recipe)
         if h_kept is None:
             h_kept = _rebuilt(_SwiGLU.fc1(read, w13, groups, recipe, dtype, fill_w13), groups, recipe)
@@ -1201,7 +1227,7 @@ class _SwiGLU(torch.autograd.Function):
                 ctx.depart(dx, dweights_TK)
         if ctx.needs_input_grad[2]:
             dw13 = _grouped_wgrad(dh_cols, _fan_out_cols(kept, groups, recipe.compute), groups, w13)
-        return dx, dweights_TK, dw13, dw2, *[None] * 7
+        return dx, dweights_TK, dw13, dw2, *[None] * 6
 
 
 def _token(groups: Groups) -> Tensor:
@@ -1235,7 +1261,8 @@ def carrier(like: Tensor, wire: Fp8 | None = None) -> Tensor:
 @functools.cache
 def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A scalar made once, not to be written to: filling one takes a launch."""
-    return torch.full((), value, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # autograd does not save what was made there
+        return torch.full((), value, dtype=dtype, device=device)
 
 
 def takes_wire(y: Tensor) -> bool:
@@ -1252,9 +1279,8 @@ def mlp(x: Activation, w13: Tensor, w2: Tensor, recompute: bool = False) -> Tens
         shapes = ", ".join(str(list(t.shape)) for t in (x.x, w13, w2))
         raise ValueError(f"mlp takes x [T, H], w13 [2I, H], w2 [H, I]; got {shapes}")
     source = x.norm if x.norm is not None and (x.rebuild or recompute) else x.read if recompute else x.kept
-    ids, ones = (torch.full((1, 1), v, dtype=t, device=x.x.device).expand(len(x.x), 1)  # no memory: only the shape is kept
-                 for v, t in ((0, torch.int32), (1, torch.float32)))
-    return _SwiGLU.apply(x.x, ones, w13, w2, ids, None, x.recipe, x.read, source, recompute, None)
+    ones = constant(1.0, torch.float32, x.x.device).expand(len(x.x), 1)  # no memory: only the shape is kept
+    return _SwiGLU.apply(x.x, ones, w13, w2, _groups_of_one(len(x.x), x.x), x.recipe, x.read, source, recompute, None)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, recipe: Recipe = RECIPES["bf16"],
@@ -1279,7 +1305,8 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, re
     else:
         activation = quantize(x, recipe)
         read, kept = activation.read, x if recipe.save == "bf16" else activation.kept
-    return _SwiGLU.apply(x, weights, w13, w2, ids, num_pairs, recipe, read, read if recompute else kept, recompute, depart)
+    groups = group_rows(ids, len(w13), num_pairs)
+    return _SwiGLU.apply(x, weights, w13, w2, groups, recipe, read, read if recompute else kept, recompute, depart)
 
 
 def _check_call(name: str, x: Tensor, recipe: Recipe):

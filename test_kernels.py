@@ -394,18 +394,21 @@ def routing(T, K, E, seed=0):
     return ids, quant.group_rows(ids, E)
 
 
-def kernel_groups(ids, E, num_rows=None):
-    """kernels.group_rows with as many rows as may be needed, or num_rows."""
-    return run("group_rows", ids, E, num_rows or (ids.numel() + 127 * E + 127) // 128 * 128)
+def kernel_groups(ids, E, num_rows=None, num_pairs=None):
+    """kernels.group_rows with as many rows as may be needed, or num_rows; regroup_rows makes the same maps from what is kept."""
+    num_rows = num_rows or (ids.numel() + 127 * E + 127) // 128 * 128
+    pair, row, layout, *of_tiles = run("group_rows", ids, E, num_rows, num_pairs)
+    assert_same(run("regroup_rows", row, layout, num_rows), [pair, *of_tiles])
+    return pair, row, layout, *of_tiles
 
 
 @pytest.mark.parametrize("T, K, E", [(50, 2, 3), (300, 4, 16), (1, 1, 1), (40, 3, 256), (7, 8, 8), (130, 1, 2)])
 def test_routing_maps(T, K, E):
     for ids, groups in (routing(T, K, E, 1), *[(i, quant.group_rows(i, E)) for i in (
             torch.full((T, K), E - 1, dtype=torch.int32), torch.full((T, K), -1, dtype=torch.int32))]):
-        pair, row, offsets, expert, shift = (t.cpu() for t in kernel_groups(ids, E))
+        pair, row, layout, expert, shift = (t.cpu() for t in kernel_groups(ids, E))
         M, tiles = len(groups.pair_M), len(groups.pair_M) // 128
-        assert_same([pair[:M], row, offsets], [groups.pair_M.int(), groups.row_TK.int(), groups.offsets])
+        assert_same([pair[:M], row, layout], [groups.pair_M.int(), groups.row_TK, groups.layout])
         assert (pair[M:] == -1).all() and (expert[tiles:] == -1).all()
         counts = torch.bincount(ids[ids >= 0].long(), minlength=E)
         first = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
@@ -421,16 +424,21 @@ def test_routing_leaves_out_what_has_no_place():
     want = kernel_groups(torch.tensor([[0, -1], [-1, 1], [-1, 1]], dtype=torch.int32), 2, 256)
     assert_same(kernel_groups(ids, 2, 256), want)
     ids = torch.zeros(300, 1, dtype=torch.int32)
-    pair, row, offsets, _, _ = run("group_rows", ids, 1, 256, 100)
-    assert row.flatten().tolist() == [*range(100), *[-1] * 200] and offsets.tolist() == [0, 256]
+    pair, row, layout, _, _ = kernel_groups(ids, 1, 256, 100)
+    assert row.flatten().tolist() == [*range(100), *[-1] * 200] and layout.tolist() == [[0, 256], [0, 0], [100, 0]]
     assert pair.tolist() == [*range(100), *[-1] * 156]
+    ids[:100], ids[100:200] = 2, 1  # the third expert's first pair would be one too many, its rows begin behind the last
+    pair, row, layout, expert, _ = kernel_groups(ids, 3, 256, 200)
+    assert row.flatten().tolist() == [*[-1] * 100, *range(128, 228), *range(100)]
+    assert layout[0].tolist() == [0, 128, 256, 256] and layout[2, 2] <= 256 and expert.tolist() == [0, 1]
+    assert pair.tolist() == [*range(200, 300), *[-1] * 28, *range(100, 200), *[-1] * 28]
 
 
 def test_routing_example():  # that of the comment in kernels.py
     ids = torch.tensor([[1], [0], [1]], dtype=torch.int32)
-    pair, row, offsets, expert, shift = (t.tolist() for t in kernel_groups(ids, 2, 256))
-    assert pair == [1] + [-1] * 127 + [0, 2] + [-1] * 126 and row == [[128], [0], [129]] and offsets == [0, 128, 256]
-    assert expert == [0, 1] and shift == [0, 127]
+    pair, row, layout, expert, shift = (t.tolist() for t in kernel_groups(ids, 2, 256))
+    assert pair == [1] + [-1] * 127 + [0, 2] + [-1] * 126 and row == [[128], [0], [129]]
+    assert layout == [[0, 128, 256], [0, 127, 0], [1, 130, 0]] and expert == [0, 1] and shift == [0, 127]
 
 
 @pytest.mark.parametrize("width", (96, 256))
@@ -438,12 +446,12 @@ def test_fan_out(width):
     """Rows and cols, from FP8 and from MXFP4, are those of the gathered tensor; rows past the end stay untouched."""
     ids, groups = routing(90, 3, 4)
     x = sample(90, width, torch.bfloat16, 5)
-    pair, _, offsets, _, _ = kernel_groups(ids, 4)
+    pair, _, layout, _, _ = kernel_groups(ids, 4)
     M, token = len(groups.pair_M), quant._token(groups)
     q8, q4 = quant.quantize_fp8_rows(x), quant.quantize_fp4_rows(x)
     g8, g4 = quant._gather(q8, token), quant._gather(q4, token)
     compact = lambda q: (q.data, q.scale[::128])
-    args = pair, offsets[-1:], 3
+    args = pair, layout[0, -1:], 3
     assert_same([run("fan_out_rows", x, *args)[:M]], [quant._gather(x, token)])
     for name, source, want in (("fp4_fan_out_rows", q4, quant.fp4_to_fp8_rows(g4)), ("fp8_fan_out_rows", q8, g8)):
         assert_same([t[:M] for t in run(name, source, *args)], want)
@@ -513,18 +521,18 @@ def test_swiglu(save_h):
     a code at most one step off, in fewer than one of a thousand places."""
     ids, groups = routing(90, 3, 4)
     g = torch.Generator().manual_seed(0)
-    pair, _, offsets, _, shift = kernel_groups(ids, 4)
+    pair, _, layout, _, shift = kernel_groups(ids, 4)
     M, P, width = len(groups.pair_M), groups.num_pairs, 256
     h, da = (torch.randn(M, n, generator=g).mul(2).bfloat16() for n in (2 * width, width))
     h[groups.pair_M < 0], da[groups.pair_M < 0] = 0, 0
     p = torch.rand(ids.numel(), generator=g)
     recipe = quant.Recipe("fp8", save_h=save_h)
     a, kept = quant._swiglu_forward(h, p.view(ids.shape), groups, recipe)
-    got = run("swiglu", h, p, pair[:M], shift, offsets[-1:], P, save_h)
+    got = run("swiglu", h, p, pair[:M], shift, layout[0, -1:], P, save_h)
     assert_same(got[2:], kept)
     assert_near_codes(Fp8(*got[:2]), a)
     *want, dp_M = quant._swiglu_backward(da, kept, p.view(ids.shape), groups, recipe)
-    out = run("swiglu_backward", da, p, pair[:M], shift, offsets[-1:], *kept)
+    out = run("swiglu_backward", da, p, pair[:M], shift, layout[0, -1:], *kept)
     for i, q in enumerate(want):
         assert_near_codes(Fp8(*out[2 * i:2 * i + 2]), q)
     dp = out[6].sum(1, keepdim=True).cpu()[groups.pair_M >= 0]
@@ -543,7 +551,7 @@ def swiglu_case(exact):
     of a row fit into 24 bits: the same bits in any order of operations."""
     ids, groups = routing(90, 3, 4)
     g = torch.Generator().manual_seed(0)
-    pair, _, offsets, _, shift = kernel_groups(ids, 4)
+    pair, _, layout, _, shift = kernel_groups(ids, 4)
     M, width = len(groups.pair_M), 256
     h, da = torch.randn(M, 2 * width, generator=g).mul(2), torch.randn(M, width, generator=g)
     if exact:
@@ -551,7 +559,7 @@ def swiglu_case(exact):
         da *= 2.0 ** torch.randint(-12, 12, (M, 1), generator=g) * 2.0 ** torch.randint(-6, 6, (1, width), generator=g)
     h[:, :32], h[5:9], da[:, 40:44] = 0, 0, 0
     p = torch.randint(1, 255, (ids.numel(),), generator=g).float() / 256
-    return groups, pair[:M], shift, offsets[-1:], h.bfloat16(), da.bfloat16(), p
+    return groups, pair[:M], shift, layout[0, -1:], h.bfloat16(), da.bfloat16(), p
 
 
 @pytest.mark.parametrize("spoilt", (False, True))
@@ -791,11 +799,11 @@ def test_token_counts_do_not_recompile():  # CASE 9: nothing is tuned or compile
     def step(T):
         x = torch.randn(T, 256, device="cuda", dtype=torch.bfloat16)
         ids = torch.randint(0, 4, (T, 2), device="cuda", dtype=torch.int32)
-        pair, row, offsets, _, shift = kernel_groups(ids, 4)
+        pair, row, layout, _, shift = kernel_groups(ids, 4)
         q8, q4 = run("quantize_fp8_fp4_rows", x)[:2], run("quantize_fp8_fp4_rows", x)[2:]
         run("rms_norm", x, torch.ones(256), 1e-6, True, True, True), run("fp8_to_fp4", *q8)
-        run("fp4_fan_out_rows", *q4, pair, offsets[-1:], 2), run("fp4_fan_out_cols", *q4, pair, offsets[-1:], 2)
-        run("fp8_fan_out_cols", *q8, pair, offsets[-1:], 2, True), run("sum_rows", x.repeat(9, 1), row)
+        run("fp4_fan_out_rows", *q4, pair, layout[0, -1:], 2), run("fp4_fan_out_cols", *q4, pair, layout[0, -1:], 2)
+        run("fp8_fan_out_cols", *q8, pair, layout[0, -1:], 2, True), run("sum_rows", x.repeat(9, 1), row)
         q, v, table = x[:, :192].contiguous(), x[:, :128].contiguous(), torch.ones(2, T, 32)
         run("attention_inputs", q, x, x[:, 64:128], table, 1, 128)
         run("attention_inputs_backward", q, q.clone(), v, table, 1, 128)
@@ -1254,6 +1262,7 @@ def every_launch():
     yield "split_float32", [scores, [0, 0, 1, 2]], False
     yield "split_float32", [weight[None], [2, 0, 1, 0]], False
     yield "group_rows", [pair.view(32, 8), 256, 4096], False
+    yield "regroup_rows", [pair.view(32, 8), torch.zeros(3, 257, dtype=torch.int32), 4096], False
     yield "sum_rows", [x, pair.view(32, 8)], False
     yield "sum_rows", [q8.data, pair.view(32, 8), q8.scale, torch.bfloat16], False
     yield "sum_parts", [p.view(16, 16).t(), pair.view(32, 8)], False

@@ -926,6 +926,7 @@ def test_group_rows_example():
     groups = quant.group_rows(torch.tensor([[1], [0], [1]]), 2)
     assert groups.pair_M.tolist() == [1] + [-1] * 127 + [0, 2] + [-1] * 126
     assert groups.row_TK.tolist() == [[128], [0], [129]] and groups.offsets.tolist() == [0, 128, 256]
+    assert groups.layout.tolist() == [[0, 128, 256], [0, 127, 0], [1, 130, 0]]
     assert groups.take(torch.arange(256)).tolist() == [0, 128, 129]
     assert groups.put(torch.tensor([[5], [6], [7]])).nonzero()[:, 0].tolist() == [0, 128, 129]
 
@@ -1311,7 +1312,8 @@ def test_experts_keep_x_before_fan_out_and_h_of_real_pairs(recipe, recompute):
     ids = route("mixed")
     x, weights, w13, w2, _ = expert_inputs(ids)
     _, (kept_name, _) = read_and_kept(x.detach(), recipe, recipe.dispatch, recompute)
-    want = stored(kept_name, 150, 160) + [("int32", 150 * 2 * 4), ("float32", 150 * 2 * 4)]  # x, ids and weights
+    want = stored(kept_name, 150, 160) + [("int32", 150 * 2 * 4), ("float32", 150 * 2 * 4)]  # x, rows of pairs and weights
+    want += [("int32", 3 * (len(w13) + 1) * 4)]  # where experts' rows lie
     want += [] if recompute else stored(recipe.save_h, 200, 192)
     call = lambda x: quant.experts(x, ids, weights, w13, w2, recipe, recompute=recompute)
     assert kept(call, x, w13, w2) == sorted(want)
@@ -1329,7 +1331,7 @@ def test_readers_of_one_activation_keep_it_once(recipe, rebuild, recompute):
         shared = quant.mlp(x, w13, w_out, recompute)
         return quant.linear(x, w1), quant.linear(x, w2), quant.router_linear(x, router), shared
 
-    want = stored("bf16", 70, 160) + [("float32", 4), ("int32", 4)]  # mlp's one weight and one id, expanded
+    want = stored("bf16", 70, 160) + [("float32", 4)]  # mlp's one weight, expanded
     want += ([] if rebuild else stored(recipe.save, 70, 160)) + ([] if recompute else stored(recipe.save_h, 70, 128))
     assert kept(layer, raw_x, g, w1, w2, router, w13, w_out) == sorted(want)
 
