@@ -2171,17 +2171,17 @@ def exchanges_of(T, config, recipe, pairs):
     ids = router.select(torch.sigmoid(torch.randn(T, config.n_experts, device=device))).int()
     x, weights = torch.randn(T, config.hidden, device=device).to(dtype), torch.rand(ids.shape, device=device)
     x, weights, state = x.requires_grad_(), weights.requires_grad_(), types.SimpleNamespace()
-    local, (per, top_k) = config.n_experts // group.size(), (config.top_k, 1) if pairs else (1, config.top_k)
+    per, top_k = (config.top_k, 1) if pairs else (1, config.top_k)
 
     def dispatch():
         sent = quant.Activation(x, recipe, *quant._quantize_rows(x.detach(), {recipe.dispatch}))
         got = model._send(sent, ids.view(-1, top_k), weights.view(-1, top_k), group, config.n_experts, per)
         read = got.x.detach() if got.payload is None else got.payload
-        state.got, state.groups = got, quant.group_rows(got.ids, local, got.num_pairs)
-        quant._fan_out_rows(read, state.groups, recipe.compute)
+        state.got = got
+        quant._fan_out_rows(read, got.ids, recipe.compute)
 
     def combine():
-        y = ToExperts.apply(state.y, state.groups, recipe)
+        y = ToExperts.apply(state.y, state.got.ids, recipe)
         route, way = state.got.route, []
         state.out = model._Home.apply(model._Leave.apply(y, route, recipe, way, False), route, recipe, way)
 
@@ -2190,7 +2190,7 @@ def exchanges_of(T, config, recipe, pairs):
 
     def prepare():
         """Experts' sums and gradients of the right shapes; not timed."""
-        like = torch.randn(len(state.got.ids), config.hidden, device=device).to(dtype)
+        like = torch.randn(len(state.got.weights), config.hidden, device=device).to(dtype)
         state.y, state.dx, state.dy = like.requires_grad_(), like.detach(), torch.randn_like(x)
         state.dweights, x.grad, weights.grad = torch.rand_like(state.got.weights), None, None
 

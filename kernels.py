@@ -1981,52 +1981,116 @@ def _clear_empty_experts(out, offsets, size, BLOCK: tl.constexpr):
 
 # -----------------------------------------------------------------------------
 # messages between ranks. A message is one token's on its way to one rank: codes, scales as bytes, then up to two rows of K words
-# (experts, gate weights), each part padded to PART bytes. Tokens are placed by rank, then in their order: ids [[0, 1], [3, 0],
+# (places, gate weights), each part padded to PART bytes. Tokens are placed by rank, then in their order: ids [[0, 1], [3, 0],
 # [2, 2]], two ranks of two experts -> token = [0, 1, 1, 2], row = [[0, -1], [1, 2], [-1, 3]]
+#
+# A pair's place is nth * E + expert, -1 for none: the nth of its sender's pairs of that expert, in their order. In the example
+# place = [[0, 1], [3, 4], [2, 6]]. Ranks tell one another how many pairs of each expert they send, then how many tokens: counts
+# [R, E/R + 1] = [[2, 1, 2], [2, 1, 2]]. Where they go, experts' rows are laid out from that; `begin`, of the same shape, says where
+# each sender's begin there, and its messages: a pair's row is nth behind its sender's first of that expert.
 
 @triton.jit
-def _pairs_of_ranks(ids, t, T, local, K: tl.constexpr, RANKS: tl.constexpr):
-    """[t, RANKS]: of how many of token t's choices a rank holds the expert."""
+def _choices(ids, at, inside, E):
+    """Experts of pairs, -1 for none, and for those that do not exist."""
+    expert = tl.load(ids + at, mask=inside, other=-1)
+    return tl.where((expert < 0) | (expert >= E), -1, expert)
+
+
+@triton.jit
+def _ranks_of_tokens(ids, t, T, local, K: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr):
+    """[t, RANKS]: 1 where a rank holds one of token t's experts."""
     k = tl.arange(0, triton.next_power_of_2(K))
-    expert = tl.load(ids + t.to(tl.int64)[:, None] * K + k[None, :], mask=(t < T)[:, None] & (k < K)[None, :], other=-1)
+    expert = _choices(ids, t.to(tl.int64)[:, None] * K + k[None, :], (t < T)[:, None] & (k < K)[None, :], R * local)
     rank = tl.where(expert < 0, -1, expert // local)
-    return tl.sum((rank[:, :, None] == tl.arange(0, RANKS)[None, None, :]).to(tl.int32), 1)
+    return (tl.sum((rank[:, :, None] == tl.arange(0, RANKS)[None, None, :]).to(tl.int32), 1) > 0).to(tl.int32)
 
 
-@triton.jit
-def _count_tokens(ids, counts, T, local, K: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr):
-    """counts [chunks, 2, RANKS]: a chunk's tokens and its pairs for each rank."""
-    pairs = _pairs_of_ranks(ids, tl.program_id(0) * CHUNK + tl.arange(0, CHUNK), T, local, K, RANKS)
-    at = counts + tl.program_id(0) * 2 * RANKS + tl.arange(0, RANKS)
-    tl.store(at, tl.sum((pairs > 0).to(tl.int32), 0))
-    tl.store(at + RANKS, tl.sum(pairs, 0))
+@triton.jit(do_not_specialize=["T"])
+def _count_tokens(ids, counts, T, local, K: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, BINS: tl.constexpr,
+                  CHUNK: tl.constexpr):
+    """counts [chunks, R, local + 1]: a chunk's pairs of each expert, and its tokens for each rank."""
+    chunk, r, e, i = tl.program_id(0), tl.arange(0, RANKS), tl.arange(0, BINS), tl.arange(0, triton.next_power_of_2(CHUNK * K))
+    here = _ranks_of_tokens(ids, chunk * CHUNK + tl.arange(0, CHUNK), T, local, K, R, RANKS)
+    at = _origin(chunk, CHUNK * K) + i
+    expert = _choices(ids, at, (i < CHUNK * K) & (at < T * K), R * local)
+    pairs = tl.histogram(tl.where(expert < 0, R * local, expert), BINS)
+    counts += _origin(chunk, R * (local + 1))
+    tl.store(counts + r * (local + 1) + local, tl.sum(here, 0), mask=r < R)
+    tl.store(counts + e + e // local, pairs, mask=e < R * local)
 
 
-@triton.jit
-def _place_tokens(ids, counts, token, row, both, T, local, chunks, K: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "chunks"])
+def _place_tokens(ids, counts, token, row, place, sent, T, local, chunks, K: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr,
                   SLOTS: tl.constexpr, CHUNK: tl.constexpr):
     """row [T, R] place of each token's message to each rank, -1 for none; token [T * SLOTS] of each place, -1 behind the last;
-    both [R, 2] tokens and pairs of each rank."""
+    place [T, K] of pairs; sent [R, local + 1], the sum of counts over chunks."""
     chunk, i, r, step = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, RANKS), tl.arange(0, 16)
-    total, total_pairs, earlier = tl.zeros((RANKS,), tl.int32), tl.zeros((RANKS,), tl.int32), tl.zeros((RANKS,), tl.int32)
+    total, earlier = tl.zeros((RANKS,), tl.int32), tl.zeros((RANKS,), tl.int32)
     for c in range(0, chunks, 16):
-        at, inside = counts + (c + step)[:, None] * 2 * RANKS + r[None, :], (c + step < chunks)[:, None]
-        count = tl.load(at, mask=inside, other=0)
+        at = counts + ((c + step)[:, None] * R + r[None, :]) * (local + 1) + local
+        count = tl.load(at, mask=(c + step < chunks)[:, None] & (r < R)[None, :], other=0)
         total += tl.sum(count, 0)
-        total_pairs += tl.sum(tl.load(at + RANKS, mask=inside, other=0), 0)
         earlier += tl.sum(tl.where((c + step < chunk)[:, None], count, 0), 0)
     t = chunk * CHUNK + i
-    here = (_pairs_of_ranks(ids, t, T, local, K, RANKS) > 0).to(tl.int32)
-    place = (tl.cumsum(total, 0) - total + earlier)[None, :] + tl.cumsum(here, 0) - here
+    here = _ranks_of_tokens(ids, t, T, local, K, R, RANKS)
+    to = (tl.cumsum(total, 0) - total + earlier)[None, :] + tl.cumsum(here, 0) - here
     inside = (t < T)[:, None] & (r < R)[None, :]
-    tl.store(row + t.to(tl.int64)[:, None] * R + r[None, :], tl.where(here > 0, place, -1), mask=inside)
-    tl.store(token + place, tl.broadcast_to(t[:, None], (CHUNK, RANKS)), mask=here > 0)
+    tl.store(row + t.to(tl.int64)[:, None] * R + r[None, :], tl.where(here > 0, to, -1), mask=inside)
+    tl.store(token + to, tl.broadcast_to(t[:, None], (CHUNK, RANKS)), mask=here > 0)
     for slot in tl.static_range(SLOTS):
         at = (chunk * SLOTS + slot) * CHUNK + i
         tl.store(token + at, -1, mask=(at >= tl.sum(total, 0)) & (at < T * SLOTS))
-    if chunk == 0:
-        tl.store(both + 2 * r, total, mask=r < R)
-        tl.store(both + 2 * r + 1, total_pairs, mask=r < R)
+    for start in range(0, CHUNK * K, 128):
+        _place_choices(ids, counts, place, start, T, local, K, R, CHUNK)
+    _sum_counts(counts, sent, chunks, R * (local + 1))
+
+
+@triton.jit
+def _place_choices(ids, counts, place, start, T, local, K: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr):
+    """Places of 128 of the chunk's pairs: what earlier chunks hold of each one's expert, and the chunk's pairs before it."""
+    chunk, E, i, step = tl.program_id(0), R * local, start + tl.arange(0, 128), tl.arange(0, 16)
+    first, limit = _origin(chunk, CHUNK * K), T * K
+    inside = (i < CHUNK * K) & (first + i < limit)
+    expert = _choices(ids, first + i, inside, E)
+    nth = tl.zeros((128,), tl.int32)
+    for before in range(0, start + 128, 32):
+        j = before + tl.arange(0, 32)
+        other = _choices(ids, first + j, (j < CHUNK * K) & (first + j < limit), E)
+        nth += tl.sum(((expert[:, None] == other[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
+    for c in range(0, chunk, 16):
+        at = counts + (c + step)[:, None] * (R * (local + 1)) + (expert + expert // local)[None, :]
+        nth += tl.sum(tl.load(at, mask=(c + step < chunk)[:, None] & (expert >= 0)[None, :], other=0), 0)
+    tl.store(place + first + i, tl.where(expert < 0, -1, nth * E + expert), mask=inside)
+
+
+@triton.jit
+def _sum_counts(counts, sent, chunks, columns):
+    """Sums of counts [chunks, columns], a program's share of the columns."""
+    step = tl.arange(0, 32)
+    for column in range(tl.program_id(0) * 32, columns, tl.num_programs(0) * 32):
+        at, total = column + step, tl.zeros((32,), tl.int32)
+        for c in range(0, chunks, 32):
+            inside = (c + step < chunks)[:, None] & (at < columns)[None, :]
+            total += tl.sum(tl.load(counts + (c + step)[:, None] * columns + at[None, :], mask=inside, other=0), 0)
+        tl.store(sent + at, total, mask=at < columns)
+
+
+@triton.jit
+def _lay_out_messages(counts, layout, begin, R: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, STEP: tl.constexpr):
+    """One program: from counts [R, E + 1] of what comes to a rank, its experts' layout, and begin."""
+    e, step = tl.arange(0, BINS), tl.arange(0, STEP)
+    total = tl.zeros((BINS,), tl.int32)
+    for r in range(0, R, STEP):
+        inside = (r + step < R)[:, None] & (e < E)[None, :]
+        total += tl.sum(tl.load(counts + (r + step)[:, None] * (E + 1) + e[None, :], mask=inside, other=0), 0)
+    padded = (total + 127) // 128 * 128
+    _store_layout(layout, total, tl.sum(padded, 0), tl.sum(total, 0), E)
+    earlier = tl.where(e < E, tl.cumsum(padded, 0) - padded, 0)
+    for r in range(0, R, STEP):
+        at, inside = (r + step)[:, None] * (E + 1) + e[None, :], (r + step < R)[:, None] & (e <= E)[None, :]
+        count = tl.load(counts + at, mask=inside, other=0)
+        tl.store(begin + at, earlier[None, :] + tl.cumsum(count, 0) - count, mask=inside)
+        earlier += tl.sum(count, 0)
 
 
 @triton.jit
@@ -2089,22 +2153,42 @@ def _quantize_to_messages(x, x_row, x_col, first, second, index, out, M, H: tl.c
         _pack_words(out, H + (blocks + 15) // 16 * 16, first, second, _source(index, row0, r, M, 1), to, tile_k, K, L)
 
 
-@triton.jit(do_not_specialize=["M", "begin", "end"])
-def _unpack_rows(messages, scale, s_row, s_col, ids, weights, begin, end, M, CODES: tl.constexpr, S: tl.constexpr,
-                 K: tl.constexpr, L: tl.constexpr, R: tl.constexpr):
-    """Of messages as _pack_rows makes them, of which CODES bytes are codes and their padding, each of scale (FP8's), ids and
-    weights that is not None; ids less `begin`, -1 where they are not below `end`."""
+@triton.jit
+def _unpack_scales(messages, scale, s_row, s_col, row0, r, M, CODES: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
+    """FP8's scales of some messages."""
+    s, col0 = tl.arange(0, triton.next_power_of_2(S)), _origin(tl.program_id(0), 0)
+    byte = _load(messages + CODES, row0, r, col0, s, L * 4, 1, M, S).to(tl.int32)
+    _store(scale, tl.where(byte == 255, float("nan"), _from_bits(byte << 23)), row0, r, col0, s, s_row, s_col, M, S)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _unpack_rows(messages, scale, s_row, s_col, M, CODES: tl.constexpr, S: tl.constexpr, L: tl.constexpr, R: tl.constexpr):
+    """Of messages as _pack_rows makes them, of which CODES bytes are codes and their padding, FP8's scale."""
+    _unpack_scales(messages, scale, s_row, s_col, _origin(tl.program_id(0), R), tl.arange(0, R), M, CODES, S, L)
+
+
+@triton.jit(do_not_specialize=["M", "num_rows", "held"])
+def _receive_rows(messages, begin, layout, scale, s_row, s_col, weights, row, pair, tile_expert, tile_shift, M, num_rows, held,
+                  num_experts, CODES: tl.constexpr, S: tl.constexpr, K: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+                  E: tl.constexpr, SENDERS: tl.constexpr, RANKS: tl.constexpr, BINS: tl.constexpr):
+    """Of messages that came from SENDERS ranks, FP8's scale, unless it is None, weights [M, K], and what _place_pairs would write
+    for ids that count from `held`, the first of E experts here. And a share of the tiles."""
     row0, r, col0 = _origin(tl.program_id(0), R), tl.arange(0, R), _origin(tl.program_id(0), 0)
     if scale is not None:
-        s = tl.arange(0, triton.next_power_of_2(S))
-        byte = _load(messages + CODES, row0, r, col0, s, L * 4, 1, M, S).to(tl.int32)
-        _store(scale, tl.where(byte == 255, float("nan"), _from_bits(byte << 23)), row0, r, col0, s, s_row, s_col, M, S)
-    if ids is not None:
-        size: tl.constexpr = (K + 3) // 4 * 4
-        k, words = tl.arange(0, triton.next_power_of_2(K)), _words_at(messages, CODES + (S + 15) // 16 * 16)
-        expert = _load(words, row0, r, col0, k, L, 1, M, K)
-        _store(ids, tl.where((expert >= begin) & (expert < end), expert - begin, -1), row0, r, col0, k, K, 1, M, K)
-        _store(weights, _load(words + size, row0, r, col0, k, L, 1, M, K), row0, r, col0, k, K, 1, M, K)
+        _unpack_scales(messages, scale, s_row, s_col, row0, r, M, CODES, S, L)
+    size: tl.constexpr = (K + 3) // 4 * 4
+    k, words = tl.arange(0, triton.next_power_of_2(K)), _words_at(messages, CODES + (S + 15) // 16 * 16)
+    sender = tl.arange(0, RANKS)
+    first = tl.load(begin + sender * (E + 1) + E, mask=sender < SENDERS, other=2**31 - 1)
+    sender = tl.sum((first[None, :] <= (row0 + r)[:, None]).to(tl.int32), 1) - 1  # the last one, of those whose first is the same
+    place = tl.where(_below(row0, r, M)[:, None] & (k < K)[None, :], _load(words, row0, r, col0, k, L, 1, M, K), -1)
+    expert = place % num_experts - held
+    here = (place >= 0) & (expert >= 0) & (expert < E)
+    to = tl.load(begin + sender[:, None] * (E + 1) + expert, mask=here, other=0) + place // num_experts
+    _store(row, tl.where(here, to, -1), row0, r, col0, k, K, 1, M, K)
+    tl.store(pair + to, ((row0 + r)[:, None] * K + k[None, :]).to(tl.int32), mask=here)
+    _store(weights, _load(words + size, row0, r, col0, k, L, 1, M, K), row0, r, col0, k, K, 1, M, K)
+    _describe_tiles(layout, tile_expert, tile_shift, pair, num_rows, E, BINS)
 
 
 # -----------------------------------------------------------------------------
@@ -2907,18 +2991,27 @@ def sum_parts(parts, row):
     return out
 
 
-def place_messages(ids, local, ranks, both):
-    """ids [T, K] int32 expert of each choice, -1 for none, `local` of them on each rank -> token [T * min(ranks, K)] and row [T,
-    ranks], int32; both [ranks, 2] int32 receives the numbers of tokens and pairs. See the section on messages."""
+def place_messages(ids, local, ranks, sent):
+    """ids [T, K] int32 expert of each choice, -1 for none, `local` of them on each rank -> token [T * min(ranks, K)], row [T,
+    ranks] and place [T, K], int32; sent [ranks, local + 1] int32 receives the numbers of pairs and of tokens. See the section on
+    messages."""
     T, K = ids.shape
     new = lambda *shape: ids.new_empty(shape, dtype=torch.int32)
     padded, slots = triton.next_power_of_2(ranks), min(ranks, K)
-    chunk = min(128, max(16, 512 // padded))
+    chunk = max(16, min(128, 512 // padded, 256 // triton.next_power_of_2(K)))
     chunks, ids = _cdiv(max(T, 1), chunk), ids.contiguous()
-    counts, token, row = new(chunks, 2, padded), new(T * slots), new(T, ranks)
-    _launch(_count_tokens, chunks, ids, counts, T, local, K, padded, chunk)
-    _launch(_place_tokens, chunks, ids, counts, token, row, both, T, local, chunks, K, ranks, padded, slots, chunk)
-    return token, row
+    counts, token, row, place = new(chunks, *sent.shape), new(T * slots), new(T, ranks), new(T, K)
+    bins = triton.next_power_of_2(local * ranks + 1)
+    _launch(_count_tokens, chunks, ids, counts, T, local, K, ranks, padded, bins, chunk)
+    _launch(_place_tokens, chunks, ids, counts, token, row, place, sent, T, local, chunks, K, ranks, padded, slots, chunk)
+    return token, row, place
+
+
+def lay_out_messages(counts, layout, begin):
+    """counts [ranks, E + 1] int32 of pairs and tokens that come -> layout [3, E + 1], and begin, of counts' shape, in place."""
+    R, E = counts.shape[0], counts.shape[1] - 1
+    bins = triton.next_power_of_2(E + 1)
+    _launch(_lay_out_messages, 1, counts, layout, begin, R, E, bins, max(2, min(triton.next_power_of_2(R), 2048 // bins)))
 
 
 def pack_rows(data, scale, others, index, size, per=1):
@@ -2947,14 +3040,24 @@ def quantize_to_messages(x, others, index, size, per=1):
     return out
 
 
-def unpack_rows(messages, codes, scales, scale=None, ids=None, weights=None, held=range(0)):
-    """Of messages that begin with so many bytes of codes and so many scales, each part padded to PART bytes: into each tensor
-    that is given FP8's scale [N, S], ids and weights [N, K], contiguous. ids count from the first of `held`, and are -1 for what
-    is not in it."""
+def unpack_rows(messages, codes, scales, scale):
+    """FP8's scale [N, S] of messages that begin with so many bytes of codes and so many scales, parts padded to PART bytes."""
     (N, size), R = messages.shape, 32
+    _launch(_unpack_rows, _cdiv(N, R), messages, scale, *scale.stride(), N, _cdiv(codes, PART) * PART, scales, size // 4, R)
+
+
+def receive_rows(messages, codes, scales, scale, begin, layout, num_rows, held, num_experts, top_k):
+    """Of messages with places and weights -> weights [N, top_k], then pair, row, expert and shift of group_rows; and FP8's scale,
+    as unpack_rows, unless it is None. begin, layout: of lay_out_messages; held: the first expert here of num_experts."""
+    (N, size), (senders, columns), R = messages.shape, begin.shape, 32
+    E, codes = columns - 1, _cdiv(codes, PART) * PART
+    weights, row = (messages.new_empty((N, top_k), dtype=kind) for kind in (torch.float32, torch.int32))
+    pair, expert, shift = _new_maps(messages, num_rows)
     where = (None, 0, 0) if scale is None else (scale, *scale.stride())
-    _launch(_unpack_rows, _cdiv(N, R), messages, *where, ids, _words(weights), held.start, held.stop, N,
-            _cdiv(codes, PART) * PART, scales, 1 if ids is None else ids.shape[1], size // 4, R)
+    _launch(_receive_rows, _cdiv(N, R), messages, begin, layout, *where, _words(weights), row, pair, expert, shift, N, num_rows,
+            held, num_experts, codes, scales, top_k, size // 4, R, E, senders, triton.next_power_of_2(senders),
+            max(2, triton.next_power_of_2(E)))
+    return weights, pair, row, expert, shift
 
 
 def clear_empty_experts(out, offsets):

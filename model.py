@@ -483,11 +483,11 @@ class _Route(torch.autograd.Function):
 class Received(NamedTuple):
     """Tokens as experts get them; all of this rank's own where there is one rank."""
     x: Tensor                  # [N, H] in full, or a carrier of the gradient where payload has the bits
-    ids: Tensor                # [N, K] int32 local expert of each choice, -1 where it lives elsewhere
+    ids: Tensor | quant.Groups  # [N, K] int32 local expert of each choice, -1 where it lives elsewhere; or the groups of such
     weights: Tensor            # [N, K] float32 gate weights
     payload: quant.Fp8 | quant.Fp4 | None
     recipe: Recipe
-    num_pairs: int | None = None  # how many ids are not -1, where that is known without asking the GPU
+    num_pairs: int | None = None  # how many ids are not -1, where that is known without asking the GPU; groups know themselves
     depart: Callable[[Tensor, Tensor], None] | None = None  # sends off the gradients of x and weights: see quant.experts
     route: Any = None             # what combine needs to know of the way that the tokens came
 
@@ -560,10 +560,13 @@ def _over_wire(x: Tensor, name: str) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# the exchange between ranks: one message a token and rank, its places counted on the GPU, its sizes read by the host once a layer
+# the exchange between ranks: one message a token and rank; what goes where is counted on the GPU, read by the host once a layer
 #
 # Rows are sent by rank, then in the tokens' order; they arrive in that order from rank 0, rank 1, ... and go home in it. Example:
 # two ranks of two experts, ids [[0, 1], [3, 0], [2, 2]] -> sent [2, 2], token_N [0, 1, 1, 2], row_TR [[0, -1], [1, 2], [-1, 3]].
+#
+# A message names no experts but places: the nth of its sender's pairs of an expert. With the numbers of tokens come those of
+# pairs of each expert, so that a rank knows where its experts' rows lie, and each sender's in them, before it has any message.
 
 class Route(NamedTuple):
     """The way of one layer's tokens, kept until they are back, in backward too."""
@@ -572,7 +575,6 @@ class Route(NamedTuple):
     row_TR: Tensor       # [T, R] int32 row that took a token to a rank, -1 where none did
     sent: list[int]      # rows to each rank
     received: list[int]  # rows from each rank
-    held: range          # experts of this rank
 
 
 class _Exchange:
@@ -594,37 +596,45 @@ def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup,
     per > 1 is bench.py's, to measure a wire that sends a token once to each of its experts: a token has so many rows of ids and
     weights, [T * per, 1], each in a message of its own; the gradients of its weights come back as one sum, in rows of others."""
     recipe, local, ids = x.recipe, num_experts // group.size(), ids.int()
-    token_N, row_TR, counts_2R2 = _plan(ids, local, group.size())
-    counting = dist.all_to_all_single(counts_2R2[1], counts_2R2[0], group=group, async_op=True)
+    token_N, row_TR, place_TK, counts_2RE = _plan(ids, local, group.size())
+    held = range(group.rank() * local, (group.rank() + 1) * local)
+    arrivals = quant.Arrivals(counts_2RE.new_empty(3, local + 1), torch.empty_like(counts_2RE[1]), held, num_experts)
+    counting = dist.all_to_all_single(counts_2RE[1], counts_2RE[0], group=group, async_op=True)
     # packed before their number is known, so that the GPU has work while the host waits for it
-    rows = quant.pack(x.format(recipe.dispatch), recipe.dispatch, ids, weights.detach(), index=token_N, per=per)
+    rows = quant.pack(x.format(recipe.dispatch), recipe.dispatch, place_TK, weights.detach(), index=token_N, per=per)
     if per > 1:
         token_N, row_TR, weights = token_N // per, row_TR.amax(1).view(-1, per), weights[:len(ids) // per]
-    (sent, _), (received, pairs) = (map(list, zip(*counts_R2)) for counts_R2 in _read(counts_2R2, counting))
-    route = Route(group, token_N[:sum(sent)], row_TR, sent, received, range(group.rank() * local, (group.rank() + 1) * local))
+    counts_2RE = _read(counts_2RE, counting, arrivals)
+    (sent, received), num_pairs = counts_2RE[..., -1].tolist(), int(counts_2RE[1, :, :-1].sum())
+    route = Route(group, token_N[:sum(sent)], row_TR, sent, received)
     exchange, way = _Exchange(rows[:sum(sent)], route), []
-    x, weights, ids, *payload = _Send.apply(x.x, weights, exchange, route, recipe, way)
+    x, weights, groups, *payload = _Send.apply(x.x, weights, exchange, route, recipe, way, arrivals, num_pairs)
     payload = {"bf16": lambda: None, "fp8": quant.Fp8, "fp4": quant.Fp4}[recipe.dispatch](*payload)
-    return Received(x, ids, weights, payload, recipe, sum(pairs), functools.partial(_depart, route, recipe, way), route)
+    depart = functools.partial(_depart, route, recipe, way)
+    return Received(x, groups, weights, payload, recipe, depart=depart, route=route)
 
 
-def _read(counts: Tensor, counting: dist.Work) -> list:
-    """The host's one read of a layer: it waits for the exchange of counts, and for nothing that was begun since."""
-    if not counts.is_cuda:
+def _read(counts_2RE: Tensor, counting: dist.Work, arrivals: quant.Arrivals) -> Tensor:
+    """The host's one read of a layer, of counts: it waits for their exchange, and for nothing that was begun since. Arrivals are
+    laid out before, on the same stream, so that whatever the host begins afterwards finds them there. Their memory must have
+    been there when the exchange began, which waits for all that used it before."""
+    if not counts_2RE.is_cuda:
         counting.wait()
-        return counts.tolist()
-    stream = _reader(counts.device)
-    here = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)  # written to without the driver's help
+        arrivals.lay_out(counts_2RE[1])
+        return counts_2RE
+    stream = _reader(counts_2RE.device)
+    here = torch.empty(counts_2RE.shape, dtype=torch.int32, device="cpu", pin_memory=True)  # written to without the driver's help
     with torch.cuda.stream(stream):
         counting.wait()
-        here.copy_(counts, non_blocking=True)
+        arrivals.lay_out(counts_2RE[1])
+        here.copy_(counts_2RE, non_blocking=True)
     stream.synchronize()
-    return here.tolist()
+    return here
 
 
 @functools.cache
 def _reader(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=-1)  # before what is left of packing
 
 
 def _depart(route: Route, recipe: Recipe, way: list, dx: Tensor, dweights: Tensor):
@@ -632,20 +642,24 @@ def _depart(route: Route, recipe: Recipe, way: list, dx: Tensor, dweights: Tenso
     way.append((_Exchange(quant.pack(dx, recipe.combine, dweights), route, home=True), dx.data_ptr()))
 
 
-def _plan(ids_TK: Tensor, local: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """-> token_N with room for all that could be sent, row_TR, and counts [2, R, 2]: tokens and token-expert pairs for each rank,
-    and room for those from each."""
-    counts_2R2 = torch.empty(2, ranks, 2, dtype=torch.int32, device=ids_TK.device)
+def _plan(ids_TK: Tensor, local: int, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> token_N with room for all that could be sent, row_TR, place_TK (see quant.receive), and counts [2, R, E + 1]: for each
+    rank the pairs of each of its E experts, and the tokens; and room for what each rank says. ValueError for more pairs than
+    places can number."""
+    (T, K), num_experts = ids_TK.shape, local * ranks
+    if ids_TK.numel() * num_experts >= 2**31:
+        raise ValueError(f"dispatch: {ids_TK.numel()} choices among {num_experts} experts are too many for 32-bit places")
+    counts_2RE = torch.empty(2, ranks, local + 1, dtype=torch.int32, device=ids_TK.device)
     if quant._on_gpu(ids_TK):
-        return *quant.kernels.place_messages(ids_TK, local, ranks, counts_2R2[0]), counts_2R2
-    T, K = ids_TK.shape
-    here_TKR = torch.div(ids_TK, local, rounding_mode="floor")[..., None] == torch.arange(ranks)
-    here_TR = here_TKR.any(1)
+        return *quant.kernels.place_messages(ids_TK, local, ranks, counts_2RE[0]), counts_2RE
+    here_TR = (torch.div(ids_TK, local, rounding_mode="floor")[..., None] == torch.arange(ranks)).any(1)
     row_TR = (here_TR.t().flatten().cumsum(0) - 1).view(ranks, T).t().masked_fill(~here_TR, -1).int()
     token_N = torch.full((T * min(ranks, K),), -1, dtype=torch.int32)
     token_N[:int(here_TR.sum())] = here_TR.t().nonzero()[:, 1].int()
-    counts_2R2[0] = torch.stack([here_TR.sum(0), here_TKR.sum((0, 1))], 1)
-    return token_N, row_TR, counts_2R2
+    pairs_E, nth = quant.count_pairs(ids_TK.long(), num_experts)
+    place_TK = torch.where((ids_TK < 0) | (ids_TK >= num_experts), -1, nth.view(T, K) * num_experts + ids_TK).int()
+    counts_2RE[0] = torch.cat([pairs_E.view(ranks, local), here_TR.sum(0)[:, None]], 1)
+    return token_N, row_TR, place_TK, counts_2RE
 
 
 class _Send(torch.autograd.Function):
@@ -653,14 +667,14 @@ class _Send(torch.autograd.Function):
     before, backward does."""
 
     @staticmethod
-    def forward(ctx, x, weights, exchange, route, recipe, way):
+    def forward(ctx, x, weights, exchange, route, recipe, way, arrivals, num_pairs):
         K = weights.shape[1]
         ctx.route, ctx.recipe, ctx.way, ctx.kinds = route, recipe, way, (*_kind(x), (weights.dtype, K))
         message = exchange.wait()
-        q, ids, weights = quant.unpack_tokens(message, recipe.dispatch, *_kind(x), K, route.held)
+        q, weights, groups = quant.receive(message, recipe.dispatch, *_kind(x), K, arrivals, num_pairs)
         received = [q] if isinstance(q, Tensor) else [quant.carrier(_rows(x, len(message))), *q]
-        ctx.mark_non_differentiable(ids, *received[1:])
-        return received[0], weights, ids, *received[1:]
+        ctx.mark_non_differentiable(*received[1:])
+        return received[0], weights, groups, *received[1:]
 
     @staticmethod
     @once_differentiable
@@ -672,7 +686,7 @@ class _Send(torch.autograd.Function):
             raise RuntimeError("gradients of dispatched tokens departed before their last reader had added to them")
         dx, dweights = quant.unpack(exchange.wait(), ctx.recipe.combine, *ctx.kinds)
         row_TR = ctx.route.row_TR
-        return quant.sum_rows(dx, row_TR, ctx.kinds[1]), quant.sum_rows(dweights, row_TR), None, None, None, None
+        return quant.sum_rows(dx, row_TR, ctx.kinds[1]), quant.sum_rows(dweights, row_TR), *[None] * 6
 
 
 class _Leave(torch.autograd.Function):
@@ -722,10 +736,11 @@ def _kind(x: Tensor) -> tuple[int, torch.dtype]:
 
 
 def message_bytes(config: ModelConfig, recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
-    """Bytes that a token costs on its way to one rank and back, by exchange; counts, 8 bytes a rank and layer, left out."""
-    ids, weights = (torch.int32, config.top_k), (torch.float32, config.top_k)
+    """Bytes that a token costs on its way to one rank and back, by exchange; counts, 4 bytes a rank and 4 an expert in a layer,
+    left out."""
+    places, weights = (torch.int32, config.top_k), (torch.float32, config.top_k)
     size = lambda name, *others: quant.message_bytes(name, config.hidden, dtype, *others)
-    return {"dispatch": size(recipe.dispatch, ids, weights), "combine": size(recipe.combine),
+    return {"dispatch": size(recipe.dispatch, places, weights), "combine": size(recipe.combine),
             "combine, backward": size(_gradient_format(recipe)),
             "dispatch, backward": size(recipe.combine, weights)}
 
@@ -756,7 +771,7 @@ class Experts(nn.Module):
 
     def forward(self, got: Received, run: Pass) -> Tensor:
         """Tokens as they arrived -> the sum of what their experts here make of each."""
-        self.received = len(got.ids)
+        self.received = len(got.weights)
         return quant.experts(got.x, got.ids, got.weights, self.w13, self.w2, run.recipe, got.payload, "moe" in run.recompute,
                              got.num_pairs, got.depart)
 
@@ -1439,9 +1454,9 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, recompute: frozenset = froze
     rows["normed input, FFN"] = size(c.hidden, recipe.save) if ffn_input and not same_tensor else 0
     rows["received"] = tokens * size(c.hidden, received)
     if ranks > 1 and received == recipe.dispatch:  # kept as part of the message; FP8's scales beside it
-        dtype, ids = torch.float32 if e == 4 else torch.bfloat16, (torch.int32, c.top_k)
+        dtype, four = torch.float32 if e == 4 else torch.bfloat16, (torch.int32, c.top_k)  # bytes of a place, and of a weight
         scales = 4 * -(-c.hidden // quant.TILE) if received == "fp8" else 0
-        rows["received"] = tokens * (quant.message_bytes(received, c.hidden, dtype, ids, ids) + scales)
+        rows["received"] = tokens * (quant.message_bytes(received, c.hidden, dtype, four, four) + scales)
     rows["h"] = 0 if "moe" in recompute else c.top_k * size(2 * c.expert_width, recipe.save_h)
     rows["h, shared"] = 0 if "mlp" in recompute or not c.n_shared else size(2 * c.n_shared * c.expert_width, recipe.save_h)
     rows["routing"] = tokens * c.top_k * 8 + c.n_experts * 4  # rows and weights of pairs where experts are, scores at home

@@ -502,29 +502,64 @@ def unpack(message: Tensor, name: str, width: int, dtype: torch.dtype, *others: 
     return Fp8(parts[0], _scale_of(message, *parts[:2])), *parts[2:]
 
 
-def _scale_of(message: Tensor, data: Tensor, byte: Tensor, *beside) -> Tensor:
-    """FP8's scale from the bytes sent, with stride 1 along rows, as GEMMs load it; beside: what else unpack_rows fills."""
-    scale = torch.empty_strided(byte.shape, (1, len(byte)), dtype=torch.float32, device=byte.device)
+def _scale_of(message: Tensor, data: Tensor, byte: Tensor) -> Tensor:
+    """FP8's scale from the bytes sent."""
+    scale = _new_scale(byte)
     if _on_gpu(message):
-        kernels.unpack_rows(message, data.shape[1], byte.shape[1], scale, *beside)
+        kernels.unpack_rows(message, data.shape[1], byte.shape[1], scale)
         return scale
     return scale.copy_((byte.int() << 23).view(torch.float32).masked_fill(byte == 255, math.nan))
 
 
-def unpack_tokens(message: Tensor, name: str, width: int, dtype: torch.dtype, top_k: int, held: range):
-    """x, ids, weights of tokens that were packed with ids and weights [N, K]: x as unpack gives it, the others contiguous. ids
-    count from the first expert that is held here, and are -1 for those that are not."""
-    beside = (torch.int32, top_k), (torch.float32, top_k)
+def _new_scale(byte: Tensor) -> Tensor:
+    """Room for it with stride 1 along rows, as GEMMs load it."""
+    return torch.empty_strided(byte.shape, (1, len(byte)), dtype=torch.float32, device=byte.device)
+
+
+class Arrivals(NamedTuple):
+    """What a rank is told of the token-expert pairs that come, before they do: where experts' rows lie, and each sender's there.
+
+    Example: of two experts, two senders' pairs and tokens [[2, 1, 2], [2, 1, 2]] -> layout [[0, 128, 256], [0, 124, 0], [4, 130,
+    0]], begin_RE [[0, 128, 0], [2, 129, 2]]."""
+    layout: Tensor    # [3, E + 1] int32: see Groups
+    begin_RE: Tensor  # [R, E + 1] int32: the first row of a sender's pairs of each expert here, and its first message
+    held: range       # experts here
+    num_experts: int  # in all
+
+    def lay_out(self, counts_RE: Tensor):
+        """Fills both from the numbers of pairs of each expert, and of tokens, that each sender announces, [R, E + 1] int32."""
+        if _on_gpu(counts_RE):
+            return kernels.lay_out_messages(counts_RE, self.layout, self.begin_RE)
+        self.layout.copy_(_layout(counts_RE[:, :-1].sum(0)))
+        self.begin_RE.copy_(counts_RE.cumsum(0) - counts_RE)
+        self.begin_RE[:, :-1] += self.layout[0, :-1]
+
+
+def receive(message: Tensor, name: str, width: int, dtype: torch.dtype, top_k: int, arrivals: Arrivals, num_pairs: int):
+    """x, weights [N, K] and Groups of tokens that were packed with places and weights, num_pairs of them for experts here: x as
+    unpack gives it, weights contiguous.
+
+    A place is nth * num_experts + expert, -1 for none: the nth of the sender's pairs of that expert, in its order."""
     if not _on_gpu(message):
-        q, ids, weights = unpack(message, name, width, dtype, *beside)
-        return q, torch.where((ids >= held.start) & (ids < held.stop), ids - held.start, -1), weights.contiguous()
-    codes = _parts_of(message, name, width, dtype)
-    ids, weights = (message.new_empty((len(message), columns), dtype=kind) for kind, columns in beside)
+        q, place, weights = unpack(message, name, width, dtype, (torch.int32, top_k), (torch.float32, top_k))
+        return q, weights.contiguous(), regroup(_rows_of_places(place, arrivals), arrivals.layout, num_pairs)
+    codes, scale = _parts_of(message, name, width, dtype), None
     if name == "fp8":
-        return Fp8(codes[0], _scale_of(message, *codes, ids, weights, held)), ids, weights
-    scales = codes[1].shape[1] if name == "fp4" else 0
-    kernels.unpack_rows(message, codes[0].shape[1] * codes[0].element_size(), scales, None, ids, weights, held)
-    return Fp4(*codes) if name == "fp4" else codes[0], ids, weights
+        scale = _new_scale(codes[1])
+    scales, num_rows = codes[1].shape[1] if name != "bf16" else 0, _room(num_pairs, len(arrivals.held))
+    weights, pair_M, row_NK, *of_tiles = kernels.receive_rows(
+        message, codes[0].shape[1] * codes[0].element_size(), scales, scale, arrivals.begin_RE, arrivals.layout, num_rows,
+        arrivals.held.start, arrivals.num_experts, top_k)
+    q = codes[0] if name == "bf16" else Fp4(*codes) if name == "fp4" else Fp8(codes[0], scale)
+    return q, weights, Groups(pair_M, row_NK, arrivals.layout, arrivals.layout[0], *of_tiles, num_pairs)
+
+
+def _rows_of_places(place_NK: Tensor, arrivals: Arrivals) -> Tensor:
+    begin_RE, E = arrivals.begin_RE, len(arrivals.held)
+    sender_N = torch.searchsorted(begin_RE[:, -1].contiguous(), torch.arange(len(place_NK), dtype=torch.int32), right=True) - 1
+    nth, expert = place_NK // arrivals.num_experts, place_NK % arrivals.num_experts - arrivals.held.start
+    here = (place_NK >= 0) & (expert >= 0) & (expert < E)
+    return torch.where(here, begin_RE[sender_N[:, None], expert.clamp(0, E - 1)] + nth, -1)
 
 
 def _parts_of(message: Tensor, *packed) -> list[Tensor]:
@@ -969,13 +1004,21 @@ def group_rows(ids_TK: Tensor, num_experts: int, num_pairs: int | None = None) -
     ids = ids_TK.flatten().long()
     if bool((ids >= num_experts).any()):
         raise ValueError(f"expert {ids.max()} does not exist: there are {num_experts}")
-    ids = torch.where(ids < 0, num_experts, ids)
-    counts = torch.bincount(ids, minlength=num_experts + 1)[:num_experts]
-    layout, num_pairs = _layout(counts), int(counts.sum())
-    order_P = torch.sort(ids, stable=True).indices[:num_pairs]
-    row_P = torch.arange(num_pairs) + layout[1, ids[order_P]]
-    row_TK = torch.full_like(ids, -1).index_copy_(0, order_P, row_P).view(ids_TK.shape).int()
-    return regroup(row_TK, layout, num_pairs)
+    counts_E, nth = count_pairs(ids, num_experts)
+    layout = _layout(counts_E)
+    row_TK = torch.where(ids < 0, -1, layout[0, ids.clamp(min=0)] + nth).view(ids_TK.shape).int()
+    return regroup(row_TK, layout, int(counts_E.sum()))
+
+
+def count_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """ids [..] int64, of pairs in their order -> how many pairs each expert has, and of each pair how many of its expert's came
+    before it. What is no expert counts nowhere."""
+    ids = ids.flatten()
+    ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
+    counts = torch.bincount(ids, minlength=num_experts + 1)
+    order = torch.sort(ids, stable=True).indices
+    first = (counts.cumsum(0) - counts)[ids[order]]
+    return counts[:-1], torch.empty_like(ids).index_copy_(0, order, torch.arange(len(ids)) - first)
 
 
 def _room(num_pairs: int, num_experts: int) -> int:
@@ -1283,18 +1326,19 @@ def mlp(x: Activation, w13: Tensor, w2: Tensor, recompute: bool = False) -> Tens
     return _SwiGLU.apply(x.x, ones, w13, w2, _groups_of_one(len(x.x), x.x), x.recipe, x.read, source, recompute, None)
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, recipe: Recipe = RECIPES["bf16"],
+def experts(x: Tensor, ids: Tensor | Groups, weights: Tensor, w13: Tensor, w2: Tensor, recipe: Recipe = RECIPES["bf16"],
             payload: Fp8 | Fp4 | None = None, recompute: bool = False, num_pairs: int | None = None,
             depart: Callable[[Tensor, Tensor], None] | None = None) -> Tensor:
     """y [T, H]: for each token the sum over its experts of weight * FFN(x), FFN(x) = w2 (silu(w_gate x) * (w_up x)).
 
-    x [T, H]; ids [T, K] in 0..E-1, or -1 for none; weights [T, K] float32; w13 [E, 2I, H] (gate rows first), w2 [E, H, I].
+    x [T, H]; ids [T, K] in 0..E-1, or -1 for none, or the Groups of such; weights [T, K] float32; w13 [E, 2I, H] (gate rows
+    first), w2 [E, H, I].
     payload: x as it came over the wire, which is then what experts read (x only carries the gradient, see `carrier`);
     without one x is brought to the wire's format here, so that codes do not depend on where tokens come from.
     recompute: h is not kept but rebuilt, in full, by one FC1 GEMM from the bits that forward read, which are then what is kept
     of x, also where `save` is narrower. num_pairs: how many ids are not -1, where the caller knows; on a GPU memory is laid out
-    for that many, or for all. depart: called in backward with the gradients of x and weights as soon as they are there, before
-    that of w13; then x and weights must have no other reader. ValueError for shapes that do not fit.
+    for that many, or for all; Groups know themselves. depart: called in backward with the gradients of x and weights as soon as
+    they are there, before that of w13; then x and weights must have no other reader. ValueError for shapes that do not fit.
     """
     _check_call("experts", x, recipe)
     _check_experts(x, ids, weights, w13, w2)
@@ -1305,7 +1349,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, re
     else:
         activation = quantize(x, recipe)
         read, kept = activation.read, x if recipe.save == "bf16" else activation.kept
-    groups = group_rows(ids, len(w13), num_pairs)
+    groups = ids if isinstance(ids, Groups) else group_rows(ids, len(w13), num_pairs)
     return _SwiGLU.apply(x, weights, w13, w2, groups, recipe, read, read if recompute else kept, recompute, depart)
 
 
@@ -1318,6 +1362,11 @@ def _check_call(name: str, x: Tensor, recipe: Recipe):
 
 def _check_experts(x, ids, weights, w13, w2):
     width, num_experts = x.shape[-1], w13.shape[0]
+    if isinstance(ids, Groups):
+        if ids.layout.shape[1] != num_experts + 1:
+            raise ValueError(f"experts takes Groups of as many experts as there are weights; got {ids.layout.shape[1] - 1}"
+                             f" and w13 {list(w13.shape)}")
+        ids = ids.row_TK
     fits = (x.dim() == 2 and w13.dim() == 3 and ids.shape == weights.shape and ids.dim() == 2 and len(ids) == len(x)
             and w13.shape[2] == width and w13.shape[1] % 2 == 0 and w2.shape == (num_experts, width, w13.shape[1] // 2))
     if not fits:

@@ -160,10 +160,12 @@ def check_experts_read_the_codes_of_one_process(recipe):
     with seen_by_experts() as mine:
         net(*pairs[dist.get_rank()])
     whole = calls[::2]  # every other call is MTP's
-    held, (ids, weights, got) = model_module._held(net), mine[0]
+    held, (groups, weights, got) = model_module._held(net), mine[0]
     here = [((i >= held.start) & (i < held.stop)) for i, *_ in whole]
     expected = torch.cat([torch.where(h, i - held.start, -1)[h.any(1)] for (i, *_), h in zip(whole, here)])
-    assert torch.equal(ids, expected) and ids.dtype == torch.int32
+    *maps, num_pairs, dense = quant.group_rows(expected, len(held))
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(groups, maps))
+    assert groups[-2:] == (num_pairs, dense) == (int((expected >= 0).sum()), False)
     assert torch.equal(weights, torch.cat([w[h.any(1)] for (_, w, _), h in zip(whole, here)]))
     parts = lambda q: (q,) if isinstance(q, torch.Tensor) else q
     for got_part, *each in zip(parts(got), *(parts(q) for *_, q in whole)):
@@ -252,7 +254,7 @@ def check_identity_experts_case_17(wire):
     ids = torch.stack([torch.randperm(8)[:2] for _ in range(16)]).int()
     weights = torch.tensor([[0.75, 0.5]]).repeat(16, 1).requires_grad_()
     got = dispatch(quant.quantize(x, recipe, wire=recipe.dispatch), ids, weights, world(), 8)
-    here = (got.weights * (got.ids >= 0)).sum(1, keepdim=True)
+    here = (got.weights * (got.ids.row_TK >= 0)).sum(1, keepdim=True)
     y = combine(test_model.Payload.apply(got.x, got.payload) * here, got)
     y.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 1.25))
@@ -302,9 +304,9 @@ def check_message_bytes():
         with collectives() as log, seen_by_experts() as calls:
             step(net, pair)
         (_, counted), *exchanges = log
-        arrived, sent = len(calls[0][0]), exchanges[0][1] / sizes["dispatch"]
+        arrived, sent = len(calls[0][1]), exchanges[0][1] / sizes["dispatch"]
         rows = sent, arrived, sent, arrived  # tokens go out, their results go home, dy goes out, dx comes home
-        assert counted == 8 * ranks
+        assert counted == 4 * (ranks + CONFIG.n_experts)
         order = "dispatch", "combine", "combine, backward", "dispatch, backward"
         assert [size for _, size in exchanges] == [sizes[k] * n for k, n in zip(order, rows)], name
 
@@ -366,9 +368,9 @@ def check_combine_in_fp8():
     assert all(torch.equal(a, b) for a, b in zip(plain[2:], rounded[2:]))
 
 
-def check_an_idle_rank_through_the_kernels(recipe):
-    """The GPU's kernels in the interpreter, unwritten memory full of NaN, with all tokens on rank 0: but for rounding
-    the same as without them, and zeros where nothing arrived."""
+def check_the_kernels(recipe, idle):
+    """The GPU's kernels in the interpreter, unwritten memory full of NaN: but for rounding the same as without them, with
+    choices at random, or with all tokens on rank 0, where there are zeros elsewhere."""
     if torch.cuda.is_available():
         return
     import kernels
@@ -377,6 +379,8 @@ def check_an_idle_rank_through_the_kernels(recipe):
     x, dy = torch.randn(2, 20, 128, generator=g).bfloat16()
     w13, w2, weights = (torch.randn(s, generator=g) / 16 for s in ((1, 256, 128), (1, 128, 128), (20, 2)))
     ids = torch.tensor([[0, -1], [-1, 0]]).repeat(10, 1).int()
+    if not idle:
+        ids = torch.randint(-1, 2, (20, 2), generator=torch.Generator().manual_seed(rank)).int()
     call = lambda: layer(ALL[recipe], x, ids, weights.abs(), w13, w2, dy, world())
     want = call()
     quant.kernels = kernels
@@ -388,7 +392,7 @@ def check_an_idle_rank_through_the_kernels(recipe):
     torch.use_deterministic_algorithms(False)
     for a, b in zip(got, want):
         assert (a.float() - b.float()).norm() <= 0.03 * b.float().norm()
-    assert rank == 0 or not got[3].any() and not got[4].any()
+    assert rank == 0 or idle != bool(got[3].any()) and idle != bool(got[4].any())
 
 
 def check_hugging_face_checkpoints():
@@ -432,10 +436,10 @@ class Buffer:
     def get_dispatch_layout(self, ids, num_experts):
         assert ids.dtype == torch.int64
         local = num_experts // dist.get_world_size()
-        token_N, row_TR, counts = model_module._plan(ids, local, dist.get_world_size())
+        token_N, row_TR, _, counts = model_module._plan(ids, local, dist.get_world_size())
         dist.all_to_all_single(counts[1], counts[0])
-        sent, received = counts[..., 0].tolist()
-        return "ranks", None, local, model_module.Route(world(), token_N[:sum(sent)], row_TR, sent, received, None), None
+        sent, received = counts[..., -1].tolist()
+        return "ranks", None, local, model_module.Route(world(), token_N[:sum(sent)], row_TR, sent, received), None
 
     def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None, num_tokens_per_rank=None,
                  num_tokens_per_rdma_rank=None, is_token_in_rank=None, num_tokens_per_expert=None):
@@ -481,7 +485,7 @@ def check_what_is_kept(recipe):
         return t
 
     def combine(y, got, beside):
-        counts.extend([len(y), got.num_pairs])
+        counts.extend([len(y), got.ids.num_pairs])
         return inner(y, got, beside)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), test_model.Alive() as alive:
@@ -498,7 +502,7 @@ def check_what_is_kept(recipe):
     h = quant.bytes_per_row(2 * config.expert_width, ALL[recipe].save_h, 4)
     formula += h * (pairs - T * config.top_k)  # it takes each rank to get as many as it gives
     total = sum(size for key, size in saved.items() if key not in known) + 4 * T * (ranks + min(ranks, config.top_k))
-    others = T * (12 * config.top_k + 18) + 12 * (config.n_experts // ranks + 1)  # of router and maps: see test_model.py
+    others = T * (12 * config.top_k + 18) + 12 * (config.n_experts // ranks + 1)  # see test_model.py
     assert abs(total - formula - others) <= 16, (total, formula)
 
 
@@ -534,7 +538,8 @@ def checks(ranks):
         table[f"kept, {name}"] = check_what_is_kept, name
     for name in ("bf16", "mxfp4"):
         table[f"gradients, bfloat16, {name}"] = check_gradients_are_those_of_one_process, name, 2, torch.bfloat16
-        table[f"kernels, {name}"] = check_an_idle_rank_through_the_kernels, name
+        table[f"kernels, {name}"] = check_the_kernels, name, True
+    table["kernels, random, mxfp4"] = check_the_kernels, "mxfp4", False
     for wire in ("bf16", "fp8", "fp4", "fp8-fp8", "fp4-fp8"):
         table[f"identity, case 17, {wire}"] = check_identity_experts_case_17, wire
     for scopes in ("moe",), ("norm",), RECOMPUTE_SCOPES:
@@ -624,6 +629,15 @@ def test_messages_hold_what_was_packed(width, dtype):
 
 def test_plan_example():
     """The example in model.py, and a token that nobody needs."""
-    token_N, row_TR, counts_2R2 = model_module._plan(torch.tensor([[0, 1], [3, 0], [2, 2], [-1, -1]]), 2, 2)
+    token_N, row_TR, place_TK, counts = model_module._plan(torch.tensor([[0, 1], [3, 0], [2, 2], [-1, -1]]), 2, 2)
     assert token_N.tolist() == [0, 1, 1, 2, -1, -1, -1, -1] and row_TR.tolist() == [[0, -1], [1, 2], [-1, 3], [-1, -1]]
-    assert counts_2R2[0].tolist() == [[2, 3], [2, 3]]
+    assert place_TK.tolist() == [[0, 1], [3, 4], [2, 6], [-1, -1]] and counts[0].tolist() == [[2, 1, 2], [2, 1, 2]]
+    arrivals = quant.Arrivals(*(torch.empty(n, 3, dtype=torch.int32) for n in (3, 2)), range(2, 4), 4)
+    arrivals.lay_out(counts[0])  # two ranks that send the second one the same
+    assert arrivals.layout.tolist() == [[0, 128, 256], [0, 124, 0], [4, 130, 0]]
+    assert arrivals.begin_RE.tolist() == [[0, 128, 0], [2, 129, 2]]
+    sent = quant.pack(torch.zeros(2, 8), "bf16", place_TK[1:3], torch.ones(2, 2)).repeat(2, 1)
+    _, weights, groups = quant.receive(sent, "bf16", 8, torch.float32, 2, arrivals, 6)
+    assert groups.row_TK.tolist() == [[128, -1], [0, 1], [129, -1], [2, 3]] and weights.tolist() == [[1, 1]] * 4
+    with pytest.raises(ValueError, match="32-bit"):
+        model_module._plan(torch.empty(2**20, 8, device="meta"), 32, 8)

@@ -396,7 +396,7 @@ def routing(T, K, E, seed=0):
 
 def kernel_groups(ids, E, num_rows=None, num_pairs=None):
     """kernels.group_rows with as many rows as may be needed, or num_rows; regroup_rows makes the same maps from what is kept."""
-    num_rows = num_rows or (ids.numel() + 127 * E + 127) // 128 * 128
+    num_rows = (ids.numel() + 127 * E + 127) // 128 * 128 if num_rows is None else num_rows
     pair, row, layout, *of_tiles = run("group_rows", ids, E, num_rows, num_pairs)
     assert_same(run("regroup_rows", row, layout, num_rows), [pair, *of_tiles])
     return pair, row, layout, *of_tiles
@@ -644,14 +644,88 @@ def test_sum_fp8_rows(width):
 # messages between ranks
 
 
-@pytest.mark.parametrize("T, K, local, ranks", ((0, 2, 4, 2), (1, 8, 8, 32), (300, 3, 5, 3), (130, 8, 8, 8), (1100, 2, 4, 1)))
+@pytest.mark.parametrize("T, K, local, ranks", (
+    (0, 2, 4, 2), (1, 8, 8, 32), (300, 3, 5, 3), (130, 8, 8, 8), (1100, 2, 4, 1), (90, 6, 2, 5), (300, 1, 16, 2)))
 def test_place_messages(T, K, local, ranks):
-    """Places, and what is sent to each rank, as the reference has them; some choices are none, some tokens have none."""
-    ids = torch.rand(T, local * ranks, generator=torch.Generator().manual_seed(T)).topk(K, 1).indices.int()
+    """Places, and what is sent to each rank, as the reference has them; some choices are none, some tokens have none. Nor does
+    it matter if experts do not exist, or a token names one twice."""
+    generator = torch.Generator().manual_seed(T)
+    ids = torch.rand(T, local * ranks, generator=generator).topk(K, 1).indices.int()
     ids[::7], ids[::3, 0] = -1, -1
-    token, row, both = model._plan(ids, local, ranks)
-    got = torch.full((ranks, 2), -5, dtype=torch.int32, device=DEVICE)
-    assert_same(flat([run("place_messages", ids, local, ranks, got)]) + [got], [token, row, both[0]])
+    for ids in (ids, torch.randint(-2, local * ranks + 2, (T, K), generator=generator).int(), torch.full_like(ids, local - 1)):
+        *want, counts = model._plan(ids, local, ranks)
+        got = torch.full((ranks, local + 1), -5, dtype=torch.int32, device=DEVICE)
+        token, *others = run("place_messages", ids, local, ranks, got)
+        assert_same([token, *others, got], [*want, counts[0]])
+
+
+def test_places_example():  # that of the comment in kernels.py
+    ids, sent = torch.tensor([[0, 1], [3, 0], [2, 2]], dtype=torch.int32), torch.empty(2, 3, dtype=torch.int32, device=DEVICE)
+    token, row, place = run("place_messages", ids, 2, 2, sent)
+    assert token.tolist() == [0, 1, 1, 2, -1, -1] and row.tolist() == [[0, -1], [1, 2], [-1, 3]]
+    assert place.tolist() == [[0, 1], [3, 4], [2, 6]] and sent.tolist() == [[2, 1, 2], [2, 1, 2]]
+    layout, begin = (torch.empty(size, dtype=torch.int32, device=DEVICE) for size in ((3, 3), (2, 3)))
+    kernels.lay_out_messages(sent, layout, begin)  # as if two ranks sent these to one
+    assert layout.tolist() == [[0, 128, 256], [0, 124, 0], [4, 130, 0]] and begin.tolist() == [[0, 128, 0], [2, 129, 2]]
+
+
+def arriving(each, local, held):
+    """Of ranks' ids, what they announce to the one that has the experts `held`, [R, E + 1]; and in the order of messages ids that
+    count from its first expert, and places."""
+    parts, ranks = [], len(each)
+    for ids in each:
+        _, _, place, counts = model._plan(ids, local, ranks)
+        here = (ids >= held.start) & (ids < held.stop)
+        parts.append((counts[0, held.start // local], torch.where(here, ids - held.start, -1)[here.any(1)], place[here.any(1)]))
+    counts, ids, place = zip(*parts)
+    return torch.stack(counts), torch.cat(ids), torch.cat(place)
+
+
+def senders():
+    """(ids of each rank's tokens, experts a rank): hand-written ones, none, one expert's, and random ones, where some ranks have
+    no tokens, some experts no pairs."""
+    yield [torch.tensor(ids, dtype=torch.int32).view(-1, 2) for ids in ([[0, 1], [3, 0]], [], [[2, 1], [-1, 2], [1, 1]])], 2
+    yield [torch.full((3, 4), -1, dtype=torch.int32)] * 2, 3
+    yield [torch.ones(70, 1, dtype=torch.int32)] * 3, 2
+    generator = torch.Generator().manual_seed(1)
+    number = lambda low, high: int(torch.randint(low, high, (), generator=generator))
+    for ranks in range(1, 9):
+        local, K = number(1, 7), number(1, 7)  # more choices than experts of a rank, too
+        open_ = torch.randperm(ranks * local, generator=generator)[:number(1, ranks * local + 1)]
+        choose = lambda T: open_[torch.randint(0, len(open_), (T, K), generator=generator)].int()
+        drop = lambda ids: ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -1)
+        yield [drop(choose(number(0, 90) * number(0, 2))) for _ in range(ranks)], local
+
+
+@pytest.mark.parametrize("name", ("bf16", "fp8", "fp4"))
+def test_rows_are_received_as_if_they_were_grouped(name, monkeypatch):
+    """From places and counts the maps that group_rows makes of all received ids, by kernels and by plain PyTorch; scales and
+    weights as they were sent."""
+    monkeypatch.setattr(quant, "kernels", kernels, raising=False)
+    there = lambda t: t.to(DEVICE) if isinstance(t, torch.Tensor) else type(t)(*(there(part) for part in t))
+    for each, local in senders():
+        num_experts, K = len(each) * local, each[0].shape[1]
+        for held in (range(first, first + local) for first in range(0, num_experts, local)):
+            counts, ids, place = arriving(each, local, held)
+            num_pairs, N = int((ids >= 0).sum()), len(ids)
+            assert counts[:, :-1].sum() == num_pairs and counts[:, -1].sum() == N
+            x, p = sample(max(N, 3), 128, torch.bfloat16, 5)[:N], torch.rand(N, K)
+            q = {"fp8": quant.quantize_fp8_rows, "fp4": quant.quantize_fp4_rows}.get(name, lambda x: x)(x)
+            message, got = quant.pack(q, name, place, p), []
+            for gpu in (False, True):
+                monkeypatch.setattr(quant, "_on_gpu", lambda x: gpu)
+                move = there if gpu else lambda t: t
+                new = lambda *size: move(torch.full(size, -5, dtype=torch.int32))
+                arrivals = quant.Arrivals(new(3, local + 1), new(len(each), local + 1), held, num_experts)
+                arrivals.lay_out(move(counts))
+                got.append(quant.receive(move(message), name, 128, torch.bfloat16, K, arrivals, num_pairs))
+                assert_same(flat([got[-1][0], got[-1][1]]), flat([q, p]))
+            (*_, plain), (*_, groups) = got
+            want = kernel_groups(ids, local, quant._room(num_pairs, local), num_pairs)
+            assert_same(groups[:3] + groups[4:6], want)
+            monkeypatch.setattr(quant, "_on_gpu", lambda x: False)
+            assert_same(plain[:6], quant.group_rows(ids, local)[:6])
+            assert plain.num_pairs == groups.num_pairs == num_pairs
 
 
 @pytest.mark.parametrize("name", ("bf16", "fp8", "quantised on the way", "fp4"))
@@ -690,16 +764,12 @@ def test_messages(name, width, K, monkeypatch):
     read = name, width, torch.bfloat16, (torch.int32, K), (torch.float32, K)
     got, want = both_ways(lambda message: quant.unpack(message, *read), message)
     assert_same(flat(list(got)), flat(list(want)))
-    got, want = both_ways(lambda message: quant.unpack_tokens(message, name, width, torch.bfloat16, K, range(4, 9)), message)
-    assert_same(flat(got), flat(want))
     if name == "bf16":  # rows that stand apart
         pair = torch.randint(0, 37, (128,), generator=g).int()
         assert_same([run("fan_out_rows", got[0], pair)], [q[pair.long()]])
     if name == "fp4":
         for fan_out in ("fp4_fan_out_rows", "fp4_fan_out_cols"):
             assert_same(flat([run(fan_out, *got[0])]), flat([run(fan_out, q)]))
-    here = torch.where((ids > 3) & (ids < 9), ids - 4, -1)
-    assert got[1].max() == 4 and got[1].min() == -1 and not (got[1].cpu() - here).any()
 
 
 @pytest.mark.parametrize("V", (384, 5003))
@@ -1266,8 +1336,11 @@ def every_launch():
     yield "sum_rows", [x, pair.view(32, 8)], False
     yield "sum_rows", [q8.data, pair.view(32, 8), q8.scale, torch.bfloat16], False
     yield "sum_parts", [p.view(16, 16).t(), pair.view(32, 8)], False
-    yield "place_messages", [pair.view(32, 8), 8, 32, torch.zeros(32, 2, dtype=torch.int32)], False
-    both, ids = [pair[:64].view(32, 2), p[:64].view(32, 2)], pair[:64].view(32, 2)
+    for local, ranks in ((8, 32), (128, 2)):
+        counts, layout = torch.zeros(ranks, local + 1, dtype=torch.int32), torch.zeros(3, local + 1, dtype=torch.int32)
+        yield "place_messages", [pair.view(32, 8), local, ranks, counts], False
+        yield "lay_out_messages", [counts, layout, counts.clone()], False
+    both = [pair[:64].view(32, 2), p[:64].view(32, 2)]
     for data, scale in ((x, None), q8, q4):
         name = {torch.bfloat16: "bf16", torch.uint8: "fp4"}.get(data.dtype, "fp8")
         size = quant.message_bytes(name, 7168, torch.bfloat16, (torch.int32, 2), (torch.float32, 2))
@@ -1275,7 +1348,9 @@ def every_launch():
         yield "pack_rows", [data, scale, both, pair[:32], size], False
         fp8 = scale if scale is not None and scale.dtype == torch.float32 else None
         scales = 0 if scale is None else scale.shape[1]
-        yield "unpack_rows", [message, codes, scales, fp8, ids, p[:64].view(32, 2), range(8, 16)], False
+        yield "receive_rows", [message, codes, scales, fp8, counts, layout, 4096, 128, 256, 2], False
+        if fp8 is not None:
+            yield "unpack_rows", [message, codes, scales, fp8], False
     yield "quantize_to_messages", [x, both[1:], pair[:32], 7168 + 64 + 16], False
     yield "token_losses", [x, end.long().repeat(16)], True
     yield "logit_gradients", [x, end.long().repeat(16), p, p[0]], True

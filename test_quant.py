@@ -929,6 +929,18 @@ def test_group_rows_example():
     assert groups.layout.tolist() == [[0, 128, 256], [0, 127, 0], [1, 130, 0]]
     assert groups.take(torch.arange(256)).tolist() == [0, 128, 129]
     assert groups.put(torch.tensor([[5], [6], [7]])).nonzero()[:, 0].tolist() == [0, 128, 129]
+    assert quant.group_rows(torch.tensor([[-7, 1]]), 2).row_TK.tolist() == [[-1, 0]]  # below 0 there is no expert
+
+
+@every_recipe
+def test_experts_take_groups_in_place_of_ids(recipe):
+    ids = route("mixed")
+    *inputs, dy = expert_inputs(ids)
+    want, got = (gradients(quant.experts(inputs[0], which, *inputs[1:], recipe), dy, *inputs)
+                 for which in (ids, quant.group_rows(ids, len(inputs[2]))))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    with pytest.raises(ValueError, match=re.escape(f"{len(inputs[2]) + 1} and w13 {list(inputs[2].shape)}")):
+        quant.experts(inputs[0], quant.group_rows(ids, len(inputs[2]) + 1), *inputs[1:], recipe)
 
 
 @pytest.mark.parametrize("shape", ((2 * 176, 96), (3, 2 * 176, 96)), ids=str)
@@ -1312,7 +1324,7 @@ def test_experts_keep_x_before_fan_out_and_h_of_real_pairs(recipe, recompute):
     ids = route("mixed")
     x, weights, w13, w2, _ = expert_inputs(ids)
     _, (kept_name, _) = read_and_kept(x.detach(), recipe, recipe.dispatch, recompute)
-    want = stored(kept_name, 150, 160) + [("int32", 150 * 2 * 4), ("float32", 150 * 2 * 4)]  # x, rows of pairs and weights
+    want = stored(kept_name, 150, 160) + [("int32", 150 * 2 * 4), ("float32", 150 * 2 * 4)]  # x, rows of pairs, weights
     want += [("int32", 3 * (len(w13) + 1) * 4)]  # where experts' rows lie
     want += [] if recompute else stored(recipe.save_h, 200, 192)
     call = lambda x: quant.experts(x, ids, weights, w13, w2, recipe, recompute=recompute)
