@@ -855,7 +855,7 @@ def draw_gemm(figure, rows):
                       if not column or row[column]]
             if points:
                 panel.plot(*zip(*points), mark, ms=size, mew=1.5, color=COLOURS["bf16" if size > 9 else "mxfp4"], label=label)
-        panel.set(title=f"{shape_title(shape)}: {here[0]['E']:.0f} x {here[0]['M'] / here[0]['E']:.0f} rows", xlabel="TFLOP/s")
+        panel.set(title=f"{shape_title(shape)}\n{here[0]['E']:.0f} x {here[0]['M'] / here[0]['E']:.0f} rows", xlabel="TFLOP/s")
     panels[0].set(yticks=range(len(gemms)), yticklabels=gemms, ylim=(len(gemms) - 0.4, -0.6))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return "bench.py gemm: GEMMs of expert layers, balanced groups"
@@ -1207,8 +1207,9 @@ def layer_tensors(shape, groups):
     x8, x4 = (lambda q: (q[:2], q[2:]))(k.quantize_fp8_fp4_rows(x))
     h8, h4 = (k.swiglu(h, p, pair, shift, end, pairs, save)[2:] for save in ("fp8", "fp4"))
     return types.SimpleNamespace(
-        T=T, H=H, I=I, E=E, M=M, pairs=pairs, ids=ids, pair=pair, row=row, shift=shift, end=end, index=(pair, end, slots), p=p,
-        x=x, weight=new(H, dtype=torch.float32), x8=x8, x4=x4, h=h, h8=h8, h4=h4, da=new(M, I), y=new(M, H),
+        T=T, H=H, I=I, E=E, M=M, pairs=pairs, ids=ids, pair=pair, row=row, layout=layout, shift=shift, end=end,
+        index=(pair, end, slots), p=p, x=x, weight=new(H, dtype=torch.float32), x8=x8, x4=x4, h=h, h8=h8, h4=h4,
+        da=new(M, I), y=new(M, H),
         w13=new(min(E, 16), 2 * I, H, dtype=torch.float32), wide=new(M, H))
 
 
@@ -1245,6 +1246,10 @@ def data_movement(t):
     T, M, I, P = t.T * t.H, t.M * t.H, t.M * t.I, t.pairs * t.I  # padding is written, not read
     place = t.p, t.pair, t.shift, t.end
     yield case("group_rows (3 launches)", lambda: k.group_rows(t.ids, t.E, t.M), 12.0 * t.ids.numel())
+    yield case("regroup_rows", lambda: k.regroup_rows(t.row, t.layout, t.M), 8.0 * t.ids.numel())
+    sent = t.ids.new_empty(2, t.E // 2 + 1)  # as if half of these experts were another rank's
+    yield case("messages' places (3 launches)", lambda: k.place_messages(
+        t.ids, t.E // 2, k.count_messages(t.ids, t.E // 2, sent), sent), 12.0 * t.ids.numel())
     for name, q, size in (("fp4", t.x4, FP4), ("fp8", t.x8, FP8)):
         rows, cols = getattr(k, f"{name}_fan_out_rows"), getattr(k, f"{name}_fan_out_cols")
         yield case(f"{name} fan-out rows", lambda: rows(*q, *t.index), M * (size + FP8), T * size + M * FP8,

@@ -1986,8 +1986,8 @@ def _clear_empty_experts(out, offsets, size, BLOCK: tl.constexpr):
 #
 # A pair's place is nth * E + expert, -1 for none: the nth of its sender's pairs of that expert, in their order. In the example
 # place = [[0, 1], [3, 4], [2, 6]]. Ranks tell one another how many pairs of each expert they send, then how many tokens: counts
-# [R, E/R + 1] = [[2, 1, 2], [2, 1, 2]]. Where they go, experts' rows are laid out from that; `begin`, of the same shape, says where
-# each sender's begin there, and its messages: a pair's row is nth behind its sender's first of that expert.
+# [R, E/R + 1] = [[2, 1, 2], [2, 1, 2]]. Where they go, experts' rows are laid out from that; `begin`, of the same shape, says
+# where each sender's begin there, and its messages: a pair's row is nth behind its sender's first of that expert.
 
 @triton.jit
 def _choices(ids, at, inside, E):
@@ -2019,21 +2019,32 @@ def _count_tokens(ids, counts, T, local, K: tl.constexpr, R: tl.constexpr, RANKS
     tl.store(counts + e + e // local, pairs, mask=e < R * local)
 
 
-@triton.jit(do_not_specialize=["T", "chunks"])
-def _place_tokens(ids, counts, token, row, place, sent, T, local, chunks, K: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr,
-                  SLOTS: tl.constexpr, CHUNK: tl.constexpr):
-    """row [T, R] place of each token's message to each rank, -1 for none; token [T * SLOTS] of each place, -1 behind the last;
-    place [T, K] of pairs; sent [R, local + 1], the sum of counts over chunks."""
-    chunk, i, r, step = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, RANKS), tl.arange(0, 16)
-    total, earlier = tl.zeros((RANKS,), tl.int32), tl.zeros((RANKS,), tl.int32)
-    for c in range(0, chunks, 16):
-        at = counts + ((c + step)[:, None] * R + r[None, :]) * (local + 1) + local
-        count = tl.load(at, mask=(c + step < chunks)[:, None] & (r < R)[None, :], other=0)
+@triton.jit(do_not_specialize=["chunks"])
+def _add_up_counts(counts, sent, chunks, columns):
+    """32 of the columns of counts [chunks, columns]: they become sums over earlier chunks, sent [columns] those over all."""
+    at, step = tl.program_id(0) * 32 + tl.arange(0, 32), tl.arange(0, 32)
+    total = tl.zeros((32,), tl.int32)
+    for c in range(0, chunks, 32):
+        inside = (c + step < chunks)[:, None] & (at < columns)[None, :]
+        here = counts + (c + step)[:, None] * columns + at[None, :]
+        count = tl.load(here, mask=inside, other=0)
+        tl.store(here, tl.cumsum(count, 0) - count + total[None, :], mask=inside)
         total += tl.sum(count, 0)
-        earlier += tl.sum(tl.where((c + step < chunk)[:, None], count, 0), 0)
+    tl.store(sent + at, total, mask=at < columns)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _place_tokens(ids, before, sent, token, row, place, T, local, K: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr,
+                  SLOTS: tl.constexpr, CHUNK: tl.constexpr):
+    """From sums of counts over earlier chunks, `before`, and over all, sent: row [T, R] place of each token's message to each
+    rank, -1 for none; token [T * SLOTS] of each place, -1 behind the last; place [T, K] of pairs."""
+    chunk, i, r = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, RANKS)
+    before += _origin(chunk, R * (local + 1))
+    total = tl.load(sent + r * (local + 1) + local, mask=r < R, other=0)
+    first = tl.cumsum(total, 0) - total + tl.load(before + r * (local + 1) + local, mask=r < R, other=0)
     t = chunk * CHUNK + i
     here = _ranks_of_tokens(ids, t, T, local, K, R, RANKS)
-    to = (tl.cumsum(total, 0) - total + earlier)[None, :] + tl.cumsum(here, 0) - here
+    to = first[None, :] + tl.cumsum(here, 0) - here
     inside = (t < T)[:, None] & (r < R)[None, :]
     tl.store(row + t.to(tl.int64)[:, None] * R + r[None, :], tl.where(here > 0, to, -1), mask=inside)
     tl.store(token + to, tl.broadcast_to(t[:, None], (CHUNK, RANKS)), mask=here > 0)
@@ -2041,38 +2052,22 @@ def _place_tokens(ids, counts, token, row, place, sent, T, local, chunks, K: tl.
         at = (chunk * SLOTS + slot) * CHUNK + i
         tl.store(token + at, -1, mask=(at >= tl.sum(total, 0)) & (at < T * SLOTS))
     for start in range(0, CHUNK * K, 128):
-        _place_choices(ids, counts, place, start, T, local, K, R, CHUNK)
-    _sum_counts(counts, sent, chunks, R * (local + 1))
+        _place_choices(ids, before, place, start, T, local, K, R, CHUNK)
 
 
 @triton.jit
-def _place_choices(ids, counts, place, start, T, local, K: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr):
+def _place_choices(ids, before, place, start, T, local, K: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr):
     """Places of 128 of the chunk's pairs: what earlier chunks hold of each one's expert, and the chunk's pairs before it."""
-    chunk, E, i, step = tl.program_id(0), R * local, start + tl.arange(0, 128), tl.arange(0, 16)
-    first, limit = _origin(chunk, CHUNK * K), T * K
+    E, i = R * local, start + tl.arange(0, 128)
+    first, limit = _origin(tl.program_id(0), CHUNK * K), T * K
     inside = (i < CHUNK * K) & (first + i < limit)
     expert = _choices(ids, first + i, inside, E)
-    nth = tl.zeros((128,), tl.int32)
-    for before in range(0, start + 128, 32):
-        j = before + tl.arange(0, 32)
-        other = _choices(ids, first + j, (j < CHUNK * K) & (first + j < limit), E)
-        nth += tl.sum(((expert[:, None] == other[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
-    for c in range(0, chunk, 16):
-        at = counts + (c + step)[:, None] * (R * (local + 1)) + (expert + expert // local)[None, :]
-        nth += tl.sum(tl.load(at, mask=(c + step < chunk)[:, None] & (expert >= 0)[None, :], other=0), 0)
+    nth = tl.load(before + expert + expert // local, mask=expert >= 0, other=0)
+    for other in range(0, start + 128, 32):
+        j = other + tl.arange(0, 32)
+        beside = _choices(ids, first + j, (j < CHUNK * K) & (first + j < limit), E)
+        nth += tl.sum(((expert[:, None] == beside[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
     tl.store(place + first + i, tl.where(expert < 0, -1, nth * E + expert), mask=inside)
-
-
-@triton.jit
-def _sum_counts(counts, sent, chunks, columns):
-    """Sums of counts [chunks, columns], a program's share of the columns."""
-    step = tl.arange(0, 32)
-    for column in range(tl.program_id(0) * 32, columns, tl.num_programs(0) * 32):
-        at, total = column + step, tl.zeros((32,), tl.int32)
-        for c in range(0, chunks, 32):
-            inside = (c + step < chunks)[:, None] & (at < columns)[None, :]
-            total += tl.sum(tl.load(counts + (c + step)[:, None] * columns + at[None, :], mask=inside, other=0), 0)
-        tl.store(sent + at, total, mask=at < columns)
 
 
 @triton.jit
@@ -2527,6 +2522,11 @@ def _cdiv(a, b):
     return -(-a // b)
 
 
+def _power_of_2(n):
+    """The next one, triton.next_power_of_2, which takes 5 us of the host's time."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def _launch(kernel, programs, *args, num_warps=4, **options):
     """So many programs, none for an empty tensor. No fused multiply-add but where it is written.
 
@@ -2736,7 +2736,7 @@ def rms_norm_backward(dy, x, weight, eps):
     programs = min(M, 8 // num_warps * _multiprocessors(x))
     dx, dw = torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty((programs, K), dtype=torch.float32)
     _launch(_rms_norm_backward, programs, _words(dy), _words(x), weight, _words(dx), dw, eps, M, K,
-            triton.next_power_of_2(K // 2), num_warps=num_warps)
+            _power_of_2(K // 2), num_warps=num_warps)
     return dx, dw.sum(0)
 
 
@@ -2746,7 +2746,7 @@ def attention_inputs(q, kv, k_rope, table, heads, nope):
     (T, R), V = k_rope.shape, kv.shape[1] // heads - nope
     if k_rope.stride(1) != 1 or k_rope.stride(0) % 2 or k_rope.storage_offset() % 2:
         k_rope = k_rope.contiguous()
-    k, v, H = kv.new_empty((T, heads * (nope + R))), kv.new_empty((T, heads * V)), min(32, triton.next_power_of_2(heads))
+    k, v, H = kv.new_empty((T, heads * (nope + R))), kv.new_empty((T, heads * V)), min(32, _power_of_2(heads))
     _launch(_attention_inputs, T * _cdiv(heads, H), _words(kv), k_rope.view(torch.int32), k_rope.stride(0) // 2,
             None if q is None else q.view(torch.int32), table, _words(k), _words(v), table.shape[1], heads, nope // 2, R // 2,
             V // 2, H)
@@ -2756,7 +2756,7 @@ def attention_inputs(q, kv, k_rope, table, heads, nope):
 def attention_inputs_backward(dq, dk, dv, table, heads, nope):
     """Gradients of q, k, v as above, contiguous -> those of kv and k_rope, summed over heads in float32; dq turns in place."""
     (T, V), R = (len(dv), dv.shape[1] // heads), 2 * table.shape[2]
-    dkv, dk_rope, H = dk.new_empty((T, heads * (nope + V))), dk.new_empty((T, R)), min(32, triton.next_power_of_2(heads))
+    dkv, dk_rope, H = dk.new_empty((T, heads * (nope + V))), dk.new_empty((T, R)), min(32, _power_of_2(heads))
     _launch(_attention_inputs_backward, T, dq.view(torch.int32), _words(dk), _words(dv), table, _words(dkv), _words(dk_rope),
             table.shape[1], heads, nope // 2, R // 2, V // 2, H)
     return dkv, dk_rope
@@ -2918,7 +2918,7 @@ def route(logits, bias, load, batch, top_k, groups, softmax, renormalise, scale,
     sequences chose each expert, and balance [B], alpha * sum_e chosen * E / (S * top_k) * the mean normalised score; else None,
     None. least: bounds both sums from below."""
     (T, P, E), (n, n_open, best), new = logits.shape, groups, logits.new_empty
-    G, W = triton.next_power_of_2(n), triton.next_power_of_2(E // n)
+    G, W = _power_of_2(n), _power_of_2(E // n)
     sequences = batch if load is not None else 1
     S, R = T // sequences, max(min(8192 // (G * W), 256), 1)
     chunks, vector = _cdiv(S, R), min(W, 4)
@@ -2928,7 +2928,7 @@ def route(logits, bias, load, batch, top_k, groups, softmax, renormalise, scale,
             best, softmax, renormalise, G, R, W, vector, min(W // vector, max(G * W // 32, 1), 32), num_warps=8)
     if load is None:
         return scores, ids, weights, None, None
-    chosen, balance, bins = new((batch, E)), new(batch), triton.next_power_of_2(E)
+    chosen, balance, bins = new((batch, E)), new(batch), _power_of_2(E)
     _launch(_balance, batch, sums, chosen, balance, load, chunks, E / (S * top_k), alpha / S, E, max(min(8192 // bins, 128), 1),
             bins, num_warps=8)
     return scores, ids, weights, chosen, balance
@@ -2937,7 +2937,7 @@ def route(logits, bias, load, batch, top_k, groups, softmax, renormalise, scale,
 def route_backward(scores, ids, dweights, chosen, dbalance, softmax, renormalise, scale, alpha, least):
     """What route took and found, and the gradients of weights [T, K] and of balance [B], or None -> those of logits [T, E]."""
     (T, E), K = scores.shape, ids.shape[1]
-    S, bins, dlogits = T // len(chosen) if chosen is not None else T, triton.next_power_of_2(E), torch.empty_like(scores)
+    S, bins, dlogits = T // len(chosen) if chosen is not None else T, _power_of_2(E), torch.empty_like(scores)
     R = max(min(1024 // bins, 128), 1)
     of_sequence = max(S, 1)
     _launch(_route_backward, _cdiv(T, R), scores, ids, dweights, chosen, dbalance, dlogits, T, S, float(scale),
@@ -2951,11 +2951,11 @@ def group_rows(ids, num_experts, num_rows, num_pairs=None):
 
     num_rows: at least what the pairs take, each expert padded to 128; T * K + 127 * E, rounded up to 128, is always enough.
     num_pairs: at least as many as there are, if not T * K. Pairs that do not fit are left out, as if they were not here."""
-    n, chunk, bins = ids.numel(), 128, max(2, triton.next_power_of_2(num_experts))
+    n, chunk, bins = ids.numel(), 128, max(2, _power_of_2(num_experts))
     new = lambda *shape: ids.new_empty(shape, dtype=torch.int32)
     chunks, (pair, expert, shift) = _cdiv(n, chunk), _new_maps(ids, num_rows)
     row, layout, counts, ids = new(*ids.shape), new(3, num_experts + 1), new(chunks, num_experts), ids.contiguous()
-    _launch(_count_pairs, chunks, ids, counts, n, num_experts, triton.next_power_of_2(num_experts + 1), chunk)
+    _launch(_count_pairs, chunks, ids, counts, n, num_experts, _power_of_2(num_experts + 1), chunk)
     _launch(_lay_out, 1, counts, layout, chunks, num_rows, n if num_pairs is None else num_pairs, num_experts, bins,
             max(16, 4096 // bins))
     _launch(_place_pairs, max(chunks, 1), ids, counts, layout, expert, shift, pair, row, n, num_rows, num_experts, bins, chunk)
@@ -2970,7 +2970,7 @@ def regroup_rows(row, layout, num_rows):
     """row, layout and num_rows of group_rows -> its pair, and the expert and shift of each tile."""
     n, E, chunk, (pair, expert, shift) = row.numel(), layout.shape[1] - 1, 128, _new_maps(row, num_rows)
     _launch(_regroup_rows, max(_cdiv(n, chunk), 1), row, layout, pair, expert, shift, n, num_rows, E,
-            max(2, triton.next_power_of_2(E)), chunk)
+            max(2, _power_of_2(E)), chunk)
     return pair, expert, shift
 
 
@@ -2991,27 +2991,40 @@ def sum_parts(parts, row):
     return out
 
 
-def place_messages(ids, local, ranks, sent):
-    """ids [T, K] int32 expert of each choice, -1 for none, `local` of them on each rank -> token [T * min(ranks, K)], row [T,
-    ranks] and place [T, K], int32; sent [ranks, local + 1] int32 receives the numbers of pairs and of tokens. See the section on
-    messages."""
-    T, K = ids.shape
-    new = lambda *shape: ids.new_empty(shape, dtype=torch.int32)
-    padded, slots = triton.next_power_of_2(ranks), min(ranks, K)
-    chunk = max(16, min(128, 512 // padded, 256 // triton.next_power_of_2(K)))
-    chunks, ids = _cdiv(max(T, 1), chunk), ids.contiguous()
-    counts, token, row, place = new(chunks, *sent.shape), new(T * slots), new(T, ranks), new(T, K)
-    bins = triton.next_power_of_2(local * ranks + 1)
-    _launch(_count_tokens, chunks, ids, counts, T, local, K, ranks, padded, bins, chunk)
-    _launch(_place_tokens, chunks, ids, counts, token, row, place, sent, T, local, chunks, K, ranks, padded, slots, chunk)
+def count_messages(ids, local, sent):
+    """ids [T, K] int32 expert of each choice, -1 for none, `local` of them on each rank; sent [ranks, local + 1] int32 receives
+    the numbers of pairs and of tokens -> [chunks, ranks, local + 1], those in earlier chunks of the tokens, for place_messages.
+    See the section on messages."""
+    (T, K), (ranks, columns), ids, chunk = ids.shape, sent.shape, ids.contiguous(), _chunk_of_tokens(*ids.shape, len(sent))
+    before = ids.new_empty((_cdiv(max(T, 1), chunk), ranks, columns), dtype=torch.int32)
+    _launch(_count_tokens, len(before), ids, before, T, local, K, ranks, _power_of_2(ranks),
+            _power_of_2(local * ranks + 1), chunk)
+    _launch(_add_up_counts, _cdiv(ranks * columns, 32), before, sent, len(before), ranks * columns)
+    return before
+
+
+def _chunk_of_tokens(T, K, ranks):
+    """Tokens that one program counts or places: more of them where there are many, since one program adds up all chunks."""
+    few = min(128, 512 // _power_of_2(ranks), max(128 // K, T // 256))
+    return max(16, 2 ** (few.bit_length() - 1))
+
+
+def place_messages(ids, local, before, sent):
+    """ids and local of count_messages, what it gave, and what sent received -> token [T * min(ranks, K)], row [T, ranks] and
+    place [T, K], int32."""
+    (T, K), ranks, ids, chunk = ids.shape, len(sent), ids.contiguous(), _chunk_of_tokens(*ids.shape, len(sent))
+    slots = min(ranks, K)
+    token, row, place = (ids.new_empty(size, dtype=torch.int32) for size in (T * slots, (T, ranks), (T, K)))
+    _launch(_place_tokens, len(before), ids, before, sent, token, row, place, T, local, K, ranks, _power_of_2(ranks),
+            slots, chunk)
     return token, row, place
 
 
 def lay_out_messages(counts, layout, begin):
     """counts [ranks, E + 1] int32 of pairs and tokens that come -> layout [3, E + 1], and begin, of counts' shape, in place."""
     R, E = counts.shape[0], counts.shape[1] - 1
-    bins = triton.next_power_of_2(E + 1)
-    _launch(_lay_out_messages, 1, counts, layout, begin, R, E, bins, max(2, min(triton.next_power_of_2(R), 2048 // bins)))
+    bins = _power_of_2(E + 1)
+    _launch(_lay_out_messages, 1, counts, layout, begin, R, E, bins, max(2, min(_power_of_2(R), 2048 // bins)))
 
 
 def pack_rows(data, scale, others, index, size, per=1):
@@ -3055,8 +3068,8 @@ def receive_rows(messages, codes, scales, scale, begin, layout, num_rows, held, 
     pair, expert, shift = _new_maps(messages, num_rows)
     where = (None, 0, 0) if scale is None else (scale, *scale.stride())
     _launch(_receive_rows, _cdiv(N, R), messages, begin, layout, *where, _words(weights), row, pair, expert, shift, N, num_rows,
-            held, num_experts, codes, scales, top_k, size // 4, R, E, senders, triton.next_power_of_2(senders),
-            max(2, triton.next_power_of_2(E)))
+            held, num_experts, codes, scales, top_k, size // 4, R, E, senders, _power_of_2(senders),
+            max(2, _power_of_2(E)))
     return weights, pair, row, expert, shift
 
 

@@ -596,32 +596,34 @@ def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup,
     per > 1 is bench.py's, to measure a wire that sends a token once to each of its experts: a token has so many rows of ids and
     weights, [T * per, 1], each in a message of its own; the gradients of its weights come back as one sum, in rows of others."""
     recipe, local, ids = x.recipe, num_experts // group.size(), ids.int()
-    token_N, row_TR, place_TK, counts_2RE = _plan(ids, local, group.size())
+    counts_2RE, place = _count(ids, local, group.size())
     held = range(group.rank() * local, (group.rank() + 1) * local)
     arrivals = quant.Arrivals(counts_2RE.new_empty(3, local + 1), torch.empty_like(counts_2RE[1]), held, num_experts)
     counting = dist.all_to_all_single(counts_2RE[1], counts_2RE[0], group=group, async_op=True)
-    # packed before their number is known, so that the GPU has work while the host waits for it
+    # placed and packed before their number is known, so that the GPU has work while the host waits for it
+    token_N, row_TR, place_TK = place()
     rows = quant.pack(x.format(recipe.dispatch), recipe.dispatch, place_TK, weights.detach(), index=token_N, per=per)
     if per > 1:
         token_N, row_TR, weights = token_N // per, row_TR.amax(1).view(-1, per), weights[:len(ids) // per]
-    counts_2RE = _read(counts_2RE, counting, arrivals)
-    (sent, received), num_pairs = counts_2RE[..., -1].tolist(), int(counts_2RE[1, :, :-1].sum())
+    told = _read(counts_2RE, counting, arrivals)
+    sent, received = ([row[-1] for row in each] for each in told)
     route = Route(group, token_N[:sum(sent)], row_TR, sent, received)
     exchange, way = _Exchange(rows[:sum(sent)], route), []
+    num_pairs = sum(sum(row[:-1]) for row in told[1])
     x, weights, groups, *payload = _Send.apply(x.x, weights, exchange, route, recipe, way, arrivals, num_pairs)
     payload = {"bf16": lambda: None, "fp8": quant.Fp8, "fp4": quant.Fp4}[recipe.dispatch](*payload)
     depart = functools.partial(_depart, route, recipe, way)
     return Received(x, groups, weights, payload, recipe, depart=depart, route=route)
 
 
-def _read(counts_2RE: Tensor, counting: dist.Work, arrivals: quant.Arrivals) -> Tensor:
+def _read(counts_2RE: Tensor, counting: dist.Work, arrivals: quant.Arrivals) -> list:
     """The host's one read of a layer, of counts: it waits for their exchange, and for nothing that was begun since. Arrivals are
     laid out before, on the same stream, so that whatever the host begins afterwards finds them there. Their memory must have
     been there when the exchange began, which waits for all that used it before."""
     if not counts_2RE.is_cuda:
         counting.wait()
         arrivals.lay_out(counts_2RE[1])
-        return counts_2RE
+        return counts_2RE.tolist()
     stream = _reader(counts_2RE.device)
     here = torch.empty(counts_2RE.shape, dtype=torch.int32, device="cpu", pin_memory=True)  # written to without the driver's help
     with torch.cuda.stream(stream):
@@ -629,7 +631,7 @@ def _read(counts_2RE: Tensor, counting: dist.Work, arrivals: quant.Arrivals) -> 
         arrivals.lay_out(counts_2RE[1])
         here.copy_(counts_2RE, non_blocking=True)
     stream.synchronize()
-    return here
+    return here.tolist()
 
 
 @functools.cache
@@ -642,24 +644,30 @@ def _depart(route: Route, recipe: Recipe, way: list, dx: Tensor, dweights: Tenso
     way.append((_Exchange(quant.pack(dx, recipe.combine, dweights), route, home=True), dx.data_ptr()))
 
 
-def _plan(ids_TK: Tensor, local: int, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> token_N with room for all that could be sent, row_TR, place_TK (see quant.receive), and counts [2, R, E + 1]: for each
-    rank the pairs of each of its E experts, and the tokens; and room for what each rank says. ValueError for more pairs than
-    places can number."""
-    (T, K), num_experts = ids_TK.shape, local * ranks
-    if ids_TK.numel() * num_experts >= 2**31:
-        raise ValueError(f"dispatch: {ids_TK.numel()} choices among {num_experts} experts are too many for 32-bit places")
+def _count(ids_TK: Tensor, local: int, ranks: int) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor, Tensor]]]:
+    """-> counts [2, R, E + 1]: for each rank the pairs of each of its E experts, and the tokens; and room for what each rank
+    says. And what then gives token_N with room for all that could be sent, row_TR, and place_TK (see quant.receive). ValueError
+    for more pairs than places can number."""
+    if ids_TK.numel() * local * ranks >= 2**31:
+        raise ValueError(f"dispatch: {ids_TK.numel()} choices among {local * ranks} experts are too many for 32-bit places")
     counts_2RE = torch.empty(2, ranks, local + 1, dtype=torch.int32, device=ids_TK.device)
     if quant._on_gpu(ids_TK):
-        return *quant.kernels.place_messages(ids_TK, local, ranks, counts_2RE[0]), counts_2RE
+        before = quant.kernels.count_messages(ids_TK, local, counts_2RE[0])
+        return counts_2RE, lambda: quant.kernels.place_messages(ids_TK, local, before, counts_2RE[0])
+    pairs_E, nth = quant.count_pairs(ids_TK.long(), local * ranks)
     here_TR = (torch.div(ids_TK, local, rounding_mode="floor")[..., None] == torch.arange(ranks)).any(1)
+    counts_2RE[0] = torch.cat([pairs_E.view(ranks, local), here_TR.sum(0)[:, None]], 1)
+    return counts_2RE, lambda: _place(ids_TK, nth.view(ids_TK.shape), local, here_TR)
+
+
+def _place(ids_TK: Tensor, nth_TK: Tensor, local: int, here_TR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    (T, K), ranks = ids_TK.shape, here_TR.shape[1]
     row_TR = (here_TR.t().flatten().cumsum(0) - 1).view(ranks, T).t().masked_fill(~here_TR, -1).int()
     token_N = torch.full((T * min(ranks, K),), -1, dtype=torch.int32)
     token_N[:int(here_TR.sum())] = here_TR.t().nonzero()[:, 1].int()
-    pairs_E, nth = quant.count_pairs(ids_TK.long(), num_experts)
-    place_TK = torch.where((ids_TK < 0) | (ids_TK >= num_experts), -1, nth.view(T, K) * num_experts + ids_TK).int()
-    counts_2RE[0] = torch.cat([pairs_E.view(ranks, local), here_TR.sum(0)[:, None]], 1)
-    return token_N, row_TR, place_TK, counts_2RE
+    num_experts = local * ranks
+    place_TK = torch.where((ids_TK < 0) | (ids_TK >= num_experts), -1, nth_TK * num_experts + ids_TK).int()
+    return token_N, row_TR, place_TK
 
 
 class _Send(torch.autograd.Function):

@@ -436,7 +436,8 @@ class Buffer:
     def get_dispatch_layout(self, ids, num_experts):
         assert ids.dtype == torch.int64
         local = num_experts // dist.get_world_size()
-        token_N, row_TR, _, counts = model_module._plan(ids, local, dist.get_world_size())
+        counts, place = model_module._count(ids, local, dist.get_world_size())
+        token_N, row_TR, _ = place()
         dist.all_to_all_single(counts[1], counts[0])
         sent, received = counts[..., -1].tolist()
         return "ranks", None, local, model_module.Route(world(), token_N[:sum(sent)], row_TR, sent, received), None
@@ -627,9 +628,10 @@ def test_messages_hold_what_was_packed(width, dtype):
             assert torch.equal(got_ids, ids[:rows]) and torch.equal(got_p, p[:rows])
 
 
-def test_plan_example():
+def test_count_example():
     """The example in model.py, and a token that nobody needs."""
-    token_N, row_TR, place_TK, counts = model_module._plan(torch.tensor([[0, 1], [3, 0], [2, 2], [-1, -1]]), 2, 2)
+    counts, place = model_module._count(torch.tensor([[0, 1], [3, 0], [2, 2], [-1, -1]]), 2, 2)
+    token_N, row_TR, place_TK = place()
     assert token_N.tolist() == [0, 1, 1, 2, -1, -1, -1, -1] and row_TR.tolist() == [[0, -1], [1, 2], [-1, 3], [-1, -1]]
     assert place_TK.tolist() == [[0, 1], [3, 4], [2, 6], [-1, -1]] and counts[0].tolist() == [[2, 1, 2], [2, 1, 2]]
     arrivals = quant.Arrivals(*(torch.empty(n, 3, dtype=torch.int32) for n in (3, 2)), range(2, 4), 4)
@@ -640,4 +642,4 @@ def test_plan_example():
     _, weights, groups = quant.receive(sent, "bf16", 8, torch.float32, 2, arrivals, 6)
     assert groups.row_TK.tolist() == [[128, -1], [0, 1], [129, -1], [2, 3]] and weights.tolist() == [[1, 1]] * 4
     with pytest.raises(ValueError, match="32-bit"):
-        model_module._plan(torch.empty(2**20, 8, device="meta"), 32, 8)
+        model_module._count(torch.empty(2**20, 8, device="meta"), 32, 8)

@@ -645,7 +645,7 @@ def test_sum_fp8_rows(width):
 
 
 @pytest.mark.parametrize("T, K, local, ranks", (
-    (0, 2, 4, 2), (1, 8, 8, 32), (300, 3, 5, 3), (130, 8, 8, 8), (1100, 2, 4, 1), (90, 6, 2, 5), (300, 1, 16, 2)))
+    (0, 2, 4, 2), (1, 8, 8, 32), (300, 3, 5, 3), (570, 8, 8, 8), (1100, 2, 4, 1), (90, 6, 2, 5), (300, 1, 16, 2)))
 def test_place_messages(T, K, local, ranks):
     """Places, and what is sent to each rank, as the reference has them; some choices are none, some tokens have none. Nor does
     it matter if experts do not exist, or a token names one twice."""
@@ -653,15 +653,16 @@ def test_place_messages(T, K, local, ranks):
     ids = torch.rand(T, local * ranks, generator=generator).topk(K, 1).indices.int()
     ids[::7], ids[::3, 0] = -1, -1
     for ids in (ids, torch.randint(-2, local * ranks + 2, (T, K), generator=generator).int(), torch.full_like(ids, local - 1)):
-        *want, counts = model._plan(ids, local, ranks)
+        counts, place = model._count(ids, local, ranks)
         got = torch.full((ranks, local + 1), -5, dtype=torch.int32, device=DEVICE)
-        token, *others = run("place_messages", ids, local, ranks, got)
-        assert_same([token, *others, got], [*want, counts[0]])
+        before = run("count_messages", ids, local, got)
+        assert_same([*run("place_messages", ids, local, before, got), got], [*place(), counts[0]])
 
 
 def test_places_example():  # that of the comment in kernels.py
     ids, sent = torch.tensor([[0, 1], [3, 0], [2, 2]], dtype=torch.int32), torch.empty(2, 3, dtype=torch.int32, device=DEVICE)
-    token, row, place = run("place_messages", ids, 2, 2, sent)
+    before = run("count_messages", ids, 2, sent)
+    token, row, place = run("place_messages", ids, 2, before, sent)
     assert token.tolist() == [0, 1, 1, 2, -1, -1] and row.tolist() == [[0, -1], [1, 2], [-1, 3]]
     assert place.tolist() == [[0, 1], [3, 4], [2, 6]] and sent.tolist() == [[2, 1, 2], [2, 1, 2]]
     layout, begin = (torch.empty(size, dtype=torch.int32, device=DEVICE) for size in ((3, 3), (2, 3)))
@@ -674,7 +675,8 @@ def arriving(each, local, held):
     count from its first expert, and places."""
     parts, ranks = [], len(each)
     for ids in each:
-        _, _, place, counts = model._plan(ids, local, ranks)
+        counts, places = model._count(ids, local, ranks)
+        place = places()[2]
         here = (ids >= held.start) & (ids < held.stop)
         parts.append((counts[0, held.start // local], torch.where(here, ids - held.start, -1)[here.any(1)], place[here.any(1)]))
     counts, ids, place = zip(*parts)
@@ -922,7 +924,7 @@ def test_bench_calls_every_kernel(monkeypatch, launched):
     assert all(set(row) <= set(bench.KERNEL_COLUMNS) for row in rows) and sum(bool(row["times_pair"]) for row in rows) >= 10
     entries = {"_rms_norm", "_rms_norm_backward", "_quantize_rows", "_quantize_pairs", "_quantize_blocks", "_fp8_to_fp4",
                "_fp4_to_fp8_rows", "_fp4_to_fp8_cols", "_fan_out_rows", "_fp8_rows_to_cols", "_swiglu", "_swiglu_backward",
-               "_sum_rows", "dequantize", "cols"}
+               "_sum_rows", "_regroup_rows", "_place_tokens", "dequantize", "cols"}
     assert entries <= launched
 
 
@@ -1338,7 +1340,8 @@ def every_launch():
     yield "sum_parts", [p.view(16, 16).t(), pair.view(32, 8)], False
     for local, ranks in ((8, 32), (128, 2)):
         counts, layout = torch.zeros(ranks, local + 1, dtype=torch.int32), torch.zeros(3, local + 1, dtype=torch.int32)
-        yield "place_messages", [pair.view(32, 8), local, ranks, counts], False
+        yield "count_messages", [pair.view(32, 8), local, counts], False
+        yield "place_messages", [pair.view(32, 8), local, counts.repeat(2, 1, 1), counts], False
         yield "lay_out_messages", [counts, layout, counts.clone()], False
     both = [pair[:64].view(32, 2), p[:64].view(32, 2)]
     for data, scale in ((x, None), q8, q4):
