@@ -3135,7 +3135,10 @@ def grouped_wgrad(a, a_scale, b, b_scale, offsets, out, accumulate=False):
     a [N, M], b [K, M] FP8 cols, 128 | M, one of them with a scale for each column of 128 tokens ([N, M/128]), the other with one
     for each 128x128 tile ([ceil(N/128), M/128]), stride 1 along the first; offsets [E + 1] int32, or None for a single expert;
     out [E, N, K] bfloat16 or float32, 16 | N, K; memory at multiples of 16 bytes. Without tokens out[e] becomes 0, or stays as it
-    is when accumulating. ValueError otherwise."""
+    is when accumulating. ValueError otherwise.
+
+    A single expert whose tiles leave half of the multiprocessors idle has its tokens cut into parts, as if they were experts';
+    the parts' gradients are then summed, in float32 and in order."""
     (E, N, K), M = out.shape, a.shape[1]
     whose = E == 1 if offsets is None else len(offsets) == E + 1
     if M % 128 or N % 16 or K % 16 or len(a) != N or b.shape != (K, M) or not whose:
@@ -3147,8 +3150,22 @@ def grouped_wgrad(a, a_scale, b, b_scale, offsets, out, accumulate=False):
         return out if accumulate else out.zero_()
     if by_column[1]:  # rows of a tile are those of the operand with a scale for each: tiles of out^T
         a, a_scale, b, b_scale = b, b_scale, a, a_scale
-    _launch_gemm(a, a_scale, b, b_scale, offsets, out, len(a), len(b), M, wgrad=True, transpose=by_column[1], add=accumulate)
-    return out
+    gemm = functools.partial(_launch_gemm, a, a_scale, b, b_scale, rows=len(a), N=len(b), K=M, wgrad=True,
+                             transpose=by_column[1])
+    tiles = _cdiv(len(a), 128) * _cdiv(len(b), 256)
+    parts = min(_multiprocessors(a) // tiles, M // 1024) if offsets is None else 1
+    if parts < 2:
+        gemm(experts=offsets, out=out, add=accumulate)
+        return out
+    sums = out.new_empty((parts, N, K), dtype=torch.float32)
+    gemm(experts=_cuts(M, parts, a.device), out=sums)
+    return out.add_(sums.sum(0)) if accumulate else out.copy_(sums.sum(0))
+
+
+@functools.cache  # made once
+def _cuts(M, parts, device):
+    """Where M tokens are cut into parts of like length, multiples of 128."""
+    return torch.arange(parts + 1, dtype=torch.int32, device=device) * (M // 128) // parts * 128
 
 
 def token_losses(logits, targets):

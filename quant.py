@@ -679,7 +679,7 @@ def _grouped_mm(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, dtype: torch.d
 def _grouped_wgrad(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, weight: Tensor) -> Tensor:
     """The gradient of weight: out_ENK = a_NM @ b_KMᵀ over each expert's own M, added to weight.grad: see gradient_buffer."""
     if _fp8_wgrad(a, b, weight.dtype):
-        return _fp8_wgrad_into(a, b, groups.offsets, weight)
+        return _fp8_wgrad_into(a, b, None if groups.dense else groups.offsets, weight)
     a, b = _values(a, b)
     if a.dtype == torch.bfloat16 and a.is_cuda and a.shape[1]:
         # torch's grouped GEMM writes BF16 only, so sums are rounded once; and nothing where an expert has no rows

@@ -1199,6 +1199,33 @@ def test_grouped_wgrad(sizes, N, K, by_column, dtype, add):
 
 
 @needs_gpu
+@pytest.mark.parametrize("add", (False, True), ids=("new", "added"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("by_column", (0, 1))
+def test_wgrad_in_parts(by_column, dtype, add):
+    """Of many tokens and a narrow layer, with a number of tiles of 128 that no number of parts divides."""
+    widths, M = (192, 416), 67 * 128
+    q = [quant.quantize_fp8_rows(v.t()) if i == by_column else quant.fp8_rows_to_cols(quant.quantize_fp8_rows(v))
+         for i, v in enumerate(uneven(M, n, seed=n) for n in widths)]
+    a, b = (dequantize(v).double() for v in q)
+    there = torch.randn(1, *widths, generator=torch.Generator().manual_seed(9)).to(dtype)
+    q = [(v.data.cuda(), v.scale[:: 1 if i == by_column else 128].cuda().t().contiguous().t()) for i, v in enumerate(q)]
+    runs = []
+    for _ in range(2):
+        out = there.clone().cuda() if add else torch.full(there.shape, math.nan, device="cuda", dtype=dtype)
+        kernels.grouped_wgrad(*q[0], *q[1], None, out, add)
+        runs.append(out)
+    assert rounds_to(runs[0], (a @ b.t())[None] + (there.double() if add else 0), (a.abs() @ b.abs().t())[None])
+    assert_same(runs[1:], runs[:1])
+
+
+def test_cuts():
+    """Parts of like length, of whole tiles."""
+    assert kernels._cuts(1152, 4, "cpu").tolist() == [0, 256, 512, 768, 1152]
+    assert kernels._cuts(2048, 2, "cpu").tolist() == [0, 1024, 2048]
+
+
+@needs_gpu
 def test_gemm_sums_in_float32():
     """K = 16384, everything positive: sums kept in few bits would drift. bfloat16 is within a step of the rounded sum."""
     x = torch.rand(256, 16384, generator=torch.Generator().manual_seed(0)) + 0.5
