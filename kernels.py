@@ -3015,8 +3015,8 @@ def place_messages(ids, local, before, sent):
     (T, K), ranks, ids, chunk = ids.shape, len(sent), ids.contiguous(), _chunk_of_tokens(*ids.shape, len(sent))
     slots = min(ranks, K)
     token, row, place = (ids.new_empty(size, dtype=torch.int32) for size in (T * slots, (T, ranks), (T, K)))
-    _launch(_place_tokens, len(before), ids, before, sent, token, row, place, T, local, K, ranks, _power_of_2(ranks),
-            slots, chunk)
+    _launch(_place_tokens, len(before), ids, before, sent, token, row, place, T, local, K, ranks, _power_of_2(ranks), slots,
+            chunk, num_warps=8)
     return token, row, place
 
 

@@ -1368,7 +1368,8 @@ def every_launch():
     for local, ranks in ((8, 32), (128, 2)):
         counts, layout = torch.zeros(ranks, local + 1, dtype=torch.int32), torch.zeros(3, local + 1, dtype=torch.int32)
         yield "count_messages", [pair.view(32, 8), local, counts], False
-        yield "place_messages", [pair.view(32, 8), local, counts.repeat(2, 1, 1), counts], False
+        for many in (pair.view(32, 8), torch.zeros(2**15, 6, dtype=torch.int32)):  # tokens by chunks of 16 and of 128
+            yield "place_messages", [many, local, counts.repeat(2, 1, 1), counts], False
         yield "lay_out_messages", [counts, layout, counts.clone()], False
     both = [pair[:64].view(32, 2), p[:64].view(32, 2)]
     for data, scale in ((x, None), q8, q4):
