@@ -1249,7 +1249,7 @@ def data_movement(t):
     yield case("regroup_rows", lambda: k.regroup_rows(t.row, t.layout, t.M), 8.0 * t.ids.numel())
     sent = t.ids.new_empty(2, t.E // 2 + 1)  # as if half of these experts were another rank's
     yield case("messages' places (3 launches)", lambda: k.place_messages(
-        t.ids, t.E // 2, k.count_messages(t.ids, t.E // 2, sent), sent), 12.0 * t.ids.numel())
+        t.ids, t.E // 2, k.count_messages(t.ids, t.E // 2, sent), sent), 8.0 * t.ids.numel() + 16 * t.T)
     for name, q, size in (("fp4", t.x4, FP4), ("fp8", t.x8, FP8)):
         rows, cols = getattr(k, f"{name}_fan_out_rows"), getattr(k, f"{name}_fan_out_cols")
         yield case(f"{name} fan-out rows", lambda: rows(*q, *t.index), M * (size + FP8), T * size + M * FP8,
@@ -1448,7 +1448,7 @@ def deep_gemm_grouped(a8, b8, sizes, out):
 
 # ---- layer ----
 
-# as SHAPES; v3-all: every token on all 8 experts
+# as SHAPES; v3-all: every token on all 8 experts; tiny: for tests
 LAYER_SHAPES = {**SHAPES, "v3-all": (4096, 8, 8, 7168, 2048, 32768), "tiny": (256, 2, 4, 256, 128, 512)}
 LAYER_COLUMNS = ("shape", "groups", "layer", "forward_us", "us", "tflops", "times_grouped_mm", "times_bf16", "times_fp8",
                  "float32_us", "float32_times_grouped_mm", "weights_us", "kept_bytes_a_row", *NOTED)

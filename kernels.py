@@ -1,6 +1,7 @@
 """Triton kernels for FP8 and MXFP4 training on Hopper: conversions, the data movement of an MoE layer, and FP8 GEMMs.
-Tensors in, a flat tuple of tensors out (GEMMs write where they are told); one launch each (group_rows three; odd widths, rows
-and cols of another float than bfloat16, places of messages and route where it balances two), no host synchronisation.
+Tensors in, a flat tuple of tensors out (GEMMs write where they are told); one launch each (group_rows and a narrow layer's
+grouped_wgrad three; odd widths, rows and cols of another float than bfloat16, count_messages and route where it balances two), no
+host synchronisation.
 
 quant.py chooses between these and its plain PyTorch reference, checks shapes, and says what each tensor is used for.
 Conversions agree with the reference on every byte. Kernels that compute first (norm, SwiGLU) give exactly the codes of
@@ -2963,6 +2964,7 @@ def group_rows(ids, num_experts, num_rows, num_pairs=None):
 
 
 def _new_maps(like, num_rows):
+    """pair, and the expert and shift of each tile."""
     return [like.new_empty(size, dtype=torch.int32) for size in (num_rows, num_rows // 128, num_rows // 128)]
 
 
@@ -3004,7 +3006,8 @@ def count_messages(ids, local, sent):
 
 
 def _chunk_of_tokens(T, K, ranks):
-    """Tokens that one program counts or places: more of them where there are many, since one program adds up all chunks."""
+    """Tokens that one program counts or places: more where there are many, since one program adds up all chunks; fewer where
+    there are many ranks, since it compares each choice with each rank."""
     few = min(128, 512 // _power_of_2(ranks), max(128 // K, T // 256))
     return max(16, 2 ** (few.bit_length() - 1))
 
@@ -3138,7 +3141,7 @@ def grouped_wgrad(a, a_scale, b, b_scale, offsets, out, accumulate=False):
     is when accumulating. ValueError otherwise.
 
     A single expert whose tiles leave half of the multiprocessors idle has its tokens cut into parts, as if they were experts';
-    the parts' gradients are then summed, in float32 and in order."""
+    the parts' gradients are then summed in float32, on cards alike always in the same order."""
     (E, N, K), M = out.shape, a.shape[1]
     whose = E == 1 if offsets is None else len(offsets) == E + 1
     if M % 128 or N % 16 or K % 16 or len(a) != N or b.shape != (K, M) or not whose:

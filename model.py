@@ -645,10 +645,10 @@ def _depart(route: Route, recipe: Recipe, way: list, dx: Tensor, dweights: Tenso
 
 
 def _count(ids_TK: Tensor, local: int, ranks: int) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor, Tensor]]]:
-    """-> counts [2, R, E + 1]: for each rank the pairs of each of its E experts, and the tokens; and room for what each rank
-    says. And what then gives token_N with room for all that could be sent, row_TR, and place_TK (see quant.receive). ValueError
-    for more pairs than places can number."""
-    if ids_TK.numel() * local * ranks >= 2**31:
+    """-> counts [2, R, E + 1], for each rank the pairs of each of its E experts, and the tokens, then room for what each rank
+    says; and a function that places: token_N with room for all that could be sent, row_TR, place_TK (see quant.receive).
+    ValueError for more pairs than places can number."""
+    if ids_TK.numel() * local * ranks > 2**31:
         raise ValueError(f"dispatch: {ids_TK.numel()} choices among {local * ranks} experts are too many for 32-bit places")
     counts_2RE = torch.empty(2, ranks, local + 1, dtype=torch.int32, device=ids_TK.device)
     if quant._on_gpu(ids_TK):
@@ -661,6 +661,7 @@ def _count(ids_TK: Tensor, local: int, ranks: int) -> tuple[Tensor, Callable[[],
 
 
 def _place(ids_TK: Tensor, nth_TK: Tensor, local: int, here_TR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """_count's places on a CPU, from each pair's number among those of its expert, and which ranks hold a token's experts."""
     (T, K), ranks = ids_TK.shape, here_TR.shape[1]
     row_TR = (here_TR.t().flatten().cumsum(0) - 1).view(ranks, T).t().masked_fill(~here_TR, -1).int()
     token_N = torch.full((T * min(ranks, K),), -1, dtype=torch.int32)
@@ -1467,7 +1468,8 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, recompute: frozenset = froze
         rows["received"] = tokens * (quant.message_bytes(received, c.hidden, dtype, four, four) + scales)
     rows["h"] = 0 if "moe" in recompute else c.top_k * size(2 * c.expert_width, recipe.save_h)
     rows["h, shared"] = 0 if "mlp" in recompute or not c.n_shared else size(2 * c.n_shared * c.expert_width, recipe.save_h)
-    rows["routing"] = tokens * c.top_k * 8 + c.n_experts * 4  # rows and weights of pairs where experts are, scores at home
+    rows["routing"] = tokens * c.top_k * 8  # rows and weights of pairs where experts are
+    rows["routing"] += c.top_k * 4 + c.n_experts * 4  # ids and scores at home
     rows["routing"] += 4 * (ranks + min(ranks, c.top_k)) if ranks > 1 else 0  # which rows went where: Route
     return rows
 

@@ -536,8 +536,8 @@ class Arrivals(NamedTuple):
 
 
 def receive(message: Tensor, name: str, width: int, dtype: torch.dtype, top_k: int, arrivals: Arrivals, num_pairs: int):
-    """x, weights [N, K] and Groups of tokens that were packed with places and weights, num_pairs of them for experts here: x as
-    unpack gives it, weights contiguous.
+    """x, weights [N, K] and Groups of tokens that were packed with places and weights and have num_pairs pairs here: x as unpack
+    gives it, weights contiguous.
 
     A place is nth * num_experts + expert, -1 for none: the nth of the sender's pairs of that expert, in its order."""
     if not _on_gpu(message):
@@ -555,6 +555,7 @@ def receive(message: Tensor, name: str, width: int, dtype: torch.dtype, top_k: i
 
 
 def _rows_of_places(place_NK: Tensor, arrivals: Arrivals) -> Tensor:
+    """row_NK of Groups."""
     begin_RE, E = arrivals.begin_RE, len(arrivals.held)
     sender_N = torch.searchsorted(begin_RE[:, -1].contiguous(), torch.arange(len(place_NK), dtype=torch.int32), right=True) - 1
     nth, expert = place_NK // arrivals.num_experts, place_NK % arrivals.num_experts - arrivals.held.start
@@ -955,7 +956,7 @@ class Groups(NamedTuple):
     offsets = [0, 128, 256], expert = [0, 1], shift = [0, 127]."""
     pair_M: Tensor   # [M] which pair (token * K + slot) a row holds; -1 is padding
     row_TK: Tensor   # [T, K] int32 row of each pair; -1 where the expert is not here
-    layout: Tensor   # [3, E + 1] int32: offsets, shifts of experts, ends of their pairs; a last 0 in the latter two
+    layout: Tensor | None  # [3, E + 1] int32: offsets, shifts of experts, ends of their pairs; a last 0 in the latter two
     offsets: Tensor  # [E + 1], of layout; rows of expert e: offsets[e] : offsets[e + 1]
     expert: Tensor   # [M / 128] int32 expert of each tile of 128 rows; on a GPU -1 behind the last one's
     shift: Tensor    # [M / 128] int32 h is kept without padding: row m of it is row m - shift[m // 128] there

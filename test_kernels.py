@@ -1219,6 +1219,38 @@ def test_wgrad_in_parts(by_column, dtype, add):
     assert_same(runs[1:], runs[:1])
 
 
+@pytest.mark.parametrize("M", (896, 2048, 67 * 128))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("by_column", (0, 1))
+def test_wgrad_in_parts_adds_up(M, dtype, by_column, monkeypatch):
+    """With the GEMM emulated, on a card of 132 multiprocessors: 1, 2 or 8 parts, new or added; no more than `out` is written."""
+    parts = []
+
+    def gemm(a, a_scale, b, b_scale, experts, out, rows, N, K, wgrad, transpose, add=False):
+        assert (len(a), len(b), a.shape[1], wgrad) == (rows, N, K, True)
+        wide = lambda q, scale: q.double() * scale.repeat_interleave(128, 1)
+        a, b = wide(a, a_scale), wide(b, b_scale.repeat_interleave(128, 0)[:N])
+        bounds = [0, K] if experts is None else experts.tolist()
+        parts.append(len(bounds) - 1)
+        for e, (s, t) in enumerate(zip(bounds, bounds[1:])):
+            dw = a[:, s:t] @ b[:, s:t].t()
+            out[e] = (dw.t() if transpose else dw) + (out[e].double() if add else 0)
+
+    monkeypatch.setattr(kernels, "_launch_gemm", gemm)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda _: 132)
+    widths = 192, 416
+    q = [quant.quantize_fp8_rows(v.t()) if i == by_column else quant.fp8_rows_to_cols(quant.quantize_fp8_rows(v))
+         for i, v in enumerate(uneven(M, n, seed=n) for n in widths)]
+    a, b = (dequantize(v).double() for v in q)
+    want, size = (a @ b.t())[None], (a.abs() @ b.abs().t())[None]
+    q = [(v.data, v.scale[:: 1 if i == by_column else 128]) for i, v in enumerate(q)]
+    around = torch.full((3, *widths), math.nan, dtype=dtype)
+    for add in (False, True):
+        assert kernels.grouped_wgrad(*q[0], *q[1], None, around[1:2], add).data_ptr() == around[1:2].data_ptr()
+        assert rounds_to(around[1:2], want * (1 + add), size * (1 + add))
+    assert around[0].isnan().all() and around[2].isnan().all() and parts == [{896: 1, 2048: 2}.get(M, 8)] * 2
+
+
 def test_cuts():
     """Parts of like length, of whole tiles."""
     assert kernels._cuts(1152, 4, "cpu").tolist() == [0, 256, 512, 768, 1152]

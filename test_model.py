@@ -196,7 +196,7 @@ def test_kept_bytes_of_v3_by_hand(column, name):
         "q, k, v": (128 * (192 + 192 + 128) * 2, "mla_up attn"), "attention output": (128 * 128 * 2, "attn"),
         "log-sum-exp": (128 * 4, "attn"), "normed input, attention": (stream, "norm attn"),
         "normed input, FFN": (stream, "norm mlp"), "received": (received * message, ""), "h": (8 * h, "moe"),
-        "h, shared": (h, "mlp"), "routing": (received * 8 * (4 + 4) + 256 * 4 + 4 * (32 + 8), "")}
+        "h, shared": (h, "mlp"), "routing": (received * 8 * (4 + 4) + 8 * 4 + 256 * 4 + 4 * (32 + 8), "")}
     for scope in ("none", *RECOMPUTE_SCOPES):
         kept = kept_bytes(PRESETS["v3"], RECIPES[name], frozenset({scope}), ranks=32)
         assert kept == pytest.approx({k: size * (scope not in scopes.split()) for k, (size, scopes) in by_hand.items()})
@@ -264,12 +264,12 @@ OTHERS = [dict(q_lora=0), dict(n_shared=0), dict(gate="softmax"), dict(n_shared=
     *[(RECIPES["mxfp4"], False, change) for change in OTHERS]], ids=str)
 @every_scope
 def test_autograd_keeps_what_the_formula_says(recipe, dense, change, scopes):
-    """To the byte, but for the router: ids are int64 there (8 K bytes a token), and what its normalisations read again
-    is 10, for sigmoid gates 4 K + 18. Altogether 4 bytes are gate weights of a dense feed-forward's only expert, 12 (E + 1) say
+    """To the byte, but for the router: ids are int64 there (4 K bytes a token more), and what its normalisations read
+    again is 10, for sigmoid gates 4 K + 18. Altogether 4 bytes are gate weights of a dense feed-forward's only expert, 12 (E + 1) say
     where the rows of experts lie."""
     config = replace(WIDE, **change)
     formula = sum(kept_bytes(config, recipe, frozenset(scopes), dense=dense, element_size=4).values())
-    router = 0 if dense else 8 * config.top_k + (4 * config.top_k + 18 if config.gate == "sigmoid" else 10)
+    router = 0 if dense else 4 * config.top_k + (4 * config.top_k + 18 if config.gate == "sigmoid" else 10)
     saved = sum(size for size, _, _ in saved_by_layer(config, dense, recipe, scopes).values()) / (BATCH * LENGTH)
     maps = 0 if dense else 12 * (config.n_experts + 1) / (BATCH * LENGTH)
     assert saved == pytest.approx(formula + router + maps, abs=0.1)
