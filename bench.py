@@ -1326,9 +1326,9 @@ def chains(t):
 
 # ---- gemm ----
 
-# E experts, M rows in all, H hidden, I expert width; the four GEMMs of a layer read and write these
+# E experts, M rows in all, H hidden, I expert width; the four GEMMs of a layer read and write these. small-shared: one for all
 GEMM_SHAPES = {"v3": (8, 32768, 7168, 2048), "v3-32": (32, 32768, 2048, 2048), "v2": (20, 24576, 5120, 1536),
-               "v2-lite": (64, 98304, 2048, 1408), "small": (64, 786432, 768, 256)}
+               "v2-lite": (64, 98304, 2048, 1408), "small": (64, 786432, 768, 256), "small-shared": (1, 131072, 768, 256)}
 GEMM_COLUMNS = ("shape", "groups", "gemm", "E", "M", "N", "K", "us", "tflops", "percent_of_roof", "times_bf16_grouped",
                 "times_scaled_mm_loop", "times_deep_gemm", "roof_tflops", "sustained_tflops", *NOTED)
 
@@ -1336,13 +1336,13 @@ GEMM_COLUMNS = ("shape", "groups", "gemm", "E", "M", "N", "K", "us", "tflops", "
 def gemm(args, flags):
     """Times the FP8 GEMMs of expert layers beside BF16 grouped_mm, a loop of scaled_mm, and DeepGEMM where it is installed.
 
-    All of a shape take turns, so that they run equally hot: an H200 at work is held to 700 W, not to a clock. The roof is
+    A single expert's GEMMs, as those of dense layers, are beside matmul for grouped_mm. All of a shape take turns, so that they run equally hot: an H200 at work is held to 700 W, not to a clock. The roof is
     scaled_mm with one scale a tensor, 8192 x 7168 x 2048, in the same turns. sustained_tflops: ours back to back for a quarter
     of a second, as in a step that hardly pauses. One row a GEMM in --out, results/<card>/gemm.csv if not given."""
     names = shape_names(args, flags, GEMM_SHAPES)
     with results_file(args.out, "gemm", GEMM_COLUMNS) as (where, write):
         for name in names:
-            for groups in ("balanced", "jittered"):
+            for groups in ("balanced", "jittered")[:GEMM_SHAPES[name][0]]:  # of one expert there is no more than one size
                 rows = []
                 for row in itertools.chain(gemm_rows(name, groups), whole_layer(rows)):
                     rows.append(row)
@@ -1387,11 +1387,12 @@ def gemm_rows(name, groups):
                                        round(100 * tflops / roof_tflops, 1), *times, round(roof_tflops, 1),
                                        round(2 * M * N * K / sustained_us(works[0]) / 1e6, 1))))
 
+    in_bf16 = (lambda a, b: a @ (b[0] if b.dim() == 3 else b)) if E == 1 else functools.partial(F.grouped_mm, offs=offsets[1:])
     for what, N, K in (("FC1", 2 * I, H), ("FC2", H, I), ("Dgrad of FC2", I, H), ("Dgrad of FC1", H, 2 * I)):
         a, b, out = new(M, K), new(E, N, K), new(M, N)
         a8, b8 = k.quantize_fp8_rows(a), k.quantize_fp8_blocks(b)
         yield row(what, N, K, (
-            lambda: k.grouped_gemm(*a8, *b8, experts, out), lambda: F.grouped_mm(a, b.mT, offs=offsets[1:]),
+            lambda: k.grouped_gemm(*a8, *b8, experts, out), lambda: in_bf16(a, b.mT),
             scaled_mm_loop(a8, b8, sizes), deep_gemm_grouped(a8, b8, sizes, out)))
     for what, N, K in (("Wgrad of FC1", 2 * I, H), ("Wgrad of FC2", H, I)):
         a, b = new(M, N), new(M, K)
@@ -1399,9 +1400,8 @@ def gemm_rows(name, groups):
         for kind, dtype, add in (("bf16", torch.bfloat16, False), ("float32, added", torch.float32, True)):
             dw = torch.zeros(E, N, K, device="cuda", dtype=dtype)
             yield row(f"{what}, {kind}", N, K, (
-                lambda: k.grouped_wgrad(*a8, *b8, offsets, dw, add),
-                lambda: dw.add_(F.grouped_mm(a.t(), b, offs=offsets[1:])) if add else F.grouped_mm(a.t(), b, offs=offsets[1:]),
-                None, None))
+                lambda: k.grouped_wgrad(*a8, *b8, None if E == 1 else offsets, dw, add),
+                lambda: dw.add_(in_bf16(a.t(), b)) if add else in_bf16(a.t(), b), None, None))
 
 
 def whole_layer(rows):
