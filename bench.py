@@ -1336,9 +1336,10 @@ GEMM_COLUMNS = ("shape", "groups", "gemm", "E", "M", "N", "K", "us", "tflops", "
 def gemm(args, flags):
     """Times the FP8 GEMMs of expert layers beside BF16 grouped_mm, a loop of scaled_mm, and DeepGEMM where it is installed.
 
-    A single expert's GEMMs, as those of dense layers, are beside matmul for grouped_mm. All of a shape take turns, so that they run equally hot: an H200 at work is held to 700 W, not to a clock. The roof is
-    scaled_mm with one scale a tensor, 8192 x 7168 x 2048, in the same turns. sustained_tflops: ours back to back for a quarter
-    of a second, as in a step that hardly pauses. One row a GEMM in --out, results/<card>/gemm.csv if not given."""
+    A single expert's GEMMs, as those of dense layers, are beside matmul for grouped_mm. All of a shape take turns, so that they
+    run equally hot: an H200 at work is held to 700 W, not to a clock. The roof is scaled_mm with one scale a tensor, 8192 x 7168
+    x 2048, in the same turns. sustained_tflops: ours back to back for a quarter of a second, as in a step that hardly pauses.
+    One row a GEMM in --out, results/<card>/gemm.csv if not given."""
     names = shape_names(args, flags, GEMM_SHAPES)
     with results_file(args.out, "gemm", GEMM_COLUMNS) as (where, write):
         for name in names:
@@ -2180,10 +2181,8 @@ def exchanges_of(T, config, recipe, pairs):
 
     def dispatch():
         sent = quant.Activation(x, recipe, *quant._quantize_rows(x.detach(), {recipe.dispatch}))
-        got = model._send(sent, ids.view(-1, top_k), weights.view(-1, top_k), group, config.n_experts, per)
-        read = got.x.detach() if got.payload is None else got.payload
-        state.got = got
-        quant._fan_out_rows(read, got.ids, recipe.compute)
+        state.got = model._send(sent, ids.view(-1, top_k), weights.view(-1, top_k), group, config.n_experts, per)
+        state.got.rows.clear()
 
     def combine():
         y = ToExperts.apply(state.y, state.got.ids, recipe)

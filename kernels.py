@@ -2540,8 +2540,9 @@ def _launch(kernel, programs, *args, num_warps=4, **options):
         _COMPILED[id(kernel)] = kernel, constants, {}
     _, constants, compiled = _COMPILED[id(kernel)]
     device = args[0].device.index
+    kinds, values = _kinds(args, constants)
+    kinds = device, num_warps, *options.values(), *kinds
     with torch.cuda.device_of(args[0]):
-        kinds = device, num_warps, *options.values(), *_kinds(args, constants)
         ready = compiled.get(kinds)
         if ready is None:  # always so in the interpreter, which compiles nothing
             compiled[kinds] = kernel[(programs,)](*args, **options, num_warps=num_warps, enable_fp_fusion=False)
@@ -2549,7 +2550,7 @@ def _launch(kernel, programs, *args, num_warps=4, **options):
             ready[programs, 1, 1](*args)
         else:  # what that does where nobody listens
             stream = triton.runtime.driver.active.get_current_stream(device)
-            ready.run(programs, 1, 1, stream, ready.function, ready.packed_metadata, None, None, None, *args)
+            ready.run(programs, 1, 1, stream, ready.function, ready.packed_metadata, None, None, None, *values)
 
 
 _COMPILED = {}  # by a kernel's id: the kernel, which of its parameters are constants, and what was compiled, by kinds
@@ -2561,13 +2562,21 @@ def _listens(hook):
 
 
 def _kinds(args, constants):
-    """All that Triton compiles for: constants, types, and which addresses and numbers 16 divides, or are 1."""
-    return [
-        arg if constant
-        else (arg.dtype, arg.data_ptr() & 15) if isinstance(arg, torch.Tensor)
-        else (arg >> 31, arg & 15 == 0, arg == 1) if type(arg) is int
-        else (arg.base.dtype, *arg.block_shape) if type(arg) is TensorDescriptor
-        else type(arg) for arg, constant in zip(args, constants)]
+    """All that Triton compiles for: constants, types, and which addresses and numbers 16 divides, or are 1. And the arguments,
+    tensors as addresses, for of a tensor the launcher asks torch for the address, and then the driver whose it is."""
+    kinds, values = [], []
+    for arg, constant in zip(args, constants):
+        if constant:
+            kinds.append(arg)
+        elif type(arg) is int:
+            kinds.append((arg >> 31, arg & 15 == 0, arg == 1))
+        elif isinstance(arg, torch.Tensor):
+            dtype, arg = arg.dtype, arg.data_ptr()
+            kinds.append((dtype, arg & 15))
+        else:
+            kinds.append((arg.base.dtype, *arg.block_shape) if type(arg) is TensorDescriptor else type(arg))
+        values.append(arg)
+    return kinds, values
 
 
 def _multiprocessors(x):

@@ -490,6 +490,7 @@ class Received(NamedTuple):
     num_pairs: int | None = None  # how many ids are not -1, where that is known without asking the GPU; groups know themselves
     depart: Callable[[Tensor, Tensor], None] | None = None  # sends off the gradients of x and weights: see quant.experts
     route: Any = None             # what combine needs to know of the way that the tokens came
+    rows: list | None = None      # what experts read, fanned out already: see quant.experts
 
 
 def dispatch(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup | None = None,
@@ -606,14 +607,17 @@ def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup,
     if per > 1:
         token_N, row_TR, weights = token_N // per, row_TR.amax(1).view(-1, per), weights[:len(ids) // per]
     told = _read(counts_2RE, counting, arrivals)
+    # From here on the GPU may wait for the host: what is sent first, then what experts read of it, then autograd
     sent, received = ([row[-1] for row in each] for each in told)
     route = Route(group, token_N[:sum(sent)], row_TR, sent, received)
-    exchange, way = _Exchange(rows[:sum(sent)], route), []
+    message = _Exchange(rows[:sum(sent)], route).wait()
     num_pairs = sum(sum(row[:-1]) for row in told[1])
-    x, weights, groups, *payload = _Send.apply(x.x, weights, exchange, route, recipe, way, arrivals, num_pairs)
-    payload = {"bf16": lambda: None, "fp8": quant.Fp8, "fp4": quant.Fp4}[recipe.dispatch](*payload)
+    read, got, groups = quant.receive(message, recipe.dispatch, *_kind(x.x), ids.shape[1], arrivals, num_pairs)
+    fanned_out = quant.fan_out(read, groups, recipe)
+    way = []
+    x, weights = _Send.apply(x.x, weights, read, got, route, recipe, way)
     depart = functools.partial(_depart, route, recipe, way)
-    return Received(x, groups, weights, payload, recipe, depart=depart, route=route)
+    return Received(x, groups, weights, read if isinstance(read, tuple) else None, recipe, None, depart, route, fanned_out)
 
 
 def _read(counts_2RE: Tensor, counting: dist.Work, arrivals: quant.Arrivals) -> list:
@@ -672,22 +676,17 @@ def _place(ids_TK: Tensor, nth_TK: Tensor, local: int, here_TR: Tensor) -> tuple
 
 
 class _Send(torch.autograd.Function):
-    """Tokens to their experts and, in backward, their gradients home. `way` has what `_depart` sent off; if nobody called that
-    before, backward does."""
+    """Stands in autograd's graph between tokens and what arrived of them, (read, got); in backward gradients come home. `way` has
+    what `_depart` sent off; if nobody called that before, backward does."""
 
     @staticmethod
-    def forward(ctx, x, weights, exchange, route, recipe, way, arrivals, num_pairs):
-        K = weights.shape[1]
-        ctx.route, ctx.recipe, ctx.way, ctx.kinds = route, recipe, way, (*_kind(x), (weights.dtype, K))
-        message = exchange.wait()
-        q, weights, groups = quant.receive(message, recipe.dispatch, *_kind(x), K, arrivals, num_pairs)
-        received = [q] if isinstance(q, Tensor) else [quant.carrier(_rows(x, len(message))), *q]
-        ctx.mark_non_differentiable(*received[1:])
-        return received[0], weights, groups, *received[1:]
+    def forward(ctx, x, weights, read, got, route, recipe, way):
+        ctx.route, ctx.recipe, ctx.way, ctx.kinds = route, recipe, way, (*_kind(x), (weights.dtype, got.shape[1]))
+        return read if isinstance(read, Tensor) else quant.carrier(_rows(x, len(got))), got
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dx, dweights, *_):
+    def backward(ctx, dx, dweights):
         if not ctx.way:
             _depart(ctx.route, ctx.recipe, ctx.way, dx, dweights)
         exchange, departed = ctx.way.pop()
@@ -695,7 +694,7 @@ class _Send(torch.autograd.Function):
             raise RuntimeError("gradients of dispatched tokens departed before their last reader had added to them")
         dx, dweights = quant.unpack(exchange.wait(), ctx.recipe.combine, *ctx.kinds)
         row_TR = ctx.route.row_TR
-        return quant.sum_rows(dx, row_TR, ctx.kinds[1]), quant.sum_rows(dweights, row_TR), *[None] * 6
+        return quant.sum_rows(dx, row_TR, ctx.kinds[1]), quant.sum_rows(dweights, row_TR), *[None] * 5
 
 
 class _Leave(torch.autograd.Function):
@@ -782,7 +781,7 @@ class Experts(nn.Module):
         """Tokens as they arrived -> the sum of what their experts here make of each."""
         self.received = len(got.weights)
         return quant.experts(got.x, got.ids, got.weights, self.w13, self.w2, run.recipe, got.payload, "moe" in run.recompute,
-                             got.num_pairs, got.depart)
+                             got.num_pairs, got.depart, got.rows)
 
 
 class MoE(nn.Module):

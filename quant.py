@@ -1086,6 +1086,11 @@ def _fan_out_rows(read: Tensor | Fp8 | Fp4, groups: Groups, compute: str) -> Ten
     return rows if compute == "fp8" or isinstance(rows, Tensor) else dequantize(rows)
 
 
+def fan_out(read: Tensor | Fp8 | Fp4, groups: Groups, recipe: Recipe) -> list | None:
+    """What FC1 reads of tokens that arrived, for `experts` to take; None where it quantises them first."""
+    return None if recipe.compute == "fp8" and isinstance(read, Tensor) else [_fan_out_rows(read, groups, recipe.compute)]
+
+
 def _fan_out_cols(kept: Tensor | Fp8 | Fp4, groups: Groups, compute: str) -> Tensor | Fp8:
     """[H, M], what Wgrad reads of x [T, H]; in FP8 with a scale for each 128x128 tile."""
     if compute == "bf16":
@@ -1228,18 +1233,18 @@ class _SwiGLU(torch.autograd.Function):
     has none of its own, and is kept as it is."""
 
     @staticmethod
-    def forward(ctx, x, weights_TK, w13, w2, groups, recipe, read, source, recompute, depart):
+    def forward(ctx, x, weights_TK, w13, w2, groups, recipe, read, source, recompute, depart, rows):
         ctx.recipe, ctx.dtype, ctx.depart, ctx.dense = recipe, x.dtype, depart, groups if groups.dense else None
         fill_w13, fill_w2 = _fills(w2, x, recipe)
         # h in full is freed here, unless it is what is kept: nothing else refers to it
-        a_M, h_kept = _swiglu_forward(_SwiGLU.fc1(read, w13, groups, recipe, x.dtype, fill_w13), weights_TK, groups, recipe)
+        a_M, h_kept = _swiglu_forward(_SwiGLU.fc1(read, w13, groups, recipe, x.dtype, fill_w13, rows), weights_TK, groups, recipe)
         _save(ctx, weights_TK, w13, w2, None if groups.dense else groups.kept, source, None if recompute else h_kept)
         del h_kept
         return _sum_rows(_grouped_mm(a_M, _expert_operands(w2, recipe, x.dtype, fill_w2)[0], groups, x.dtype), groups)
 
     @staticmethod
-    def fc1(read, w13, groups, recipe, dtype, fill):
-        x_M = _fan_out_rows(read, groups, recipe.compute)
+    def fc1(read, w13, groups, recipe, dtype, fill, rows=None):
+        x_M = rows.pop() if rows else _fan_out_rows(read, groups, recipe.compute)
         return _grouped_mm(x_M, _expert_operands(w13, recipe, dtype, fill)[0], groups, dtype)
 
     @staticmethod
@@ -1271,7 +1276,7 @@ class _SwiGLU(torch.autograd.Function):
                 ctx.depart(dx, dweights_TK)
         if ctx.needs_input_grad[2]:
             dw13 = _grouped_wgrad(dh_cols, _fan_out_cols(kept, groups, recipe.compute), groups, w13)
-        return dx, dweights_TK, dw13, dw2, *[None] * 6
+        return dx, dweights_TK, dw13, dw2, *[None] * 7
 
 
 def _token(groups: Groups) -> Tensor:
@@ -1324,12 +1329,12 @@ def mlp(x: Activation, w13: Tensor, w2: Tensor, recompute: bool = False) -> Tens
         raise ValueError(f"mlp takes x [T, H], w13 [2I, H], w2 [H, I]; got {shapes}")
     source = x.norm if x.norm is not None and (x.rebuild or recompute) else x.read if recompute else x.kept
     ones = constant(1.0, torch.float32, x.x.device).expand(len(x.x), 1)  # no memory: only the shape is kept
-    return _SwiGLU.apply(x.x, ones, w13, w2, _groups_of_one(len(x.x), x.x), x.recipe, x.read, source, recompute, None)
+    return _SwiGLU.apply(x.x, ones, w13, w2, _groups_of_one(len(x.x), x.x), x.recipe, x.read, source, recompute, None, None)
 
 
 def experts(x: Tensor, ids: Tensor | Groups, weights: Tensor, w13: Tensor, w2: Tensor, recipe: Recipe = RECIPES["bf16"],
             payload: Fp8 | Fp4 | None = None, recompute: bool = False, num_pairs: int | None = None,
-            depart: Callable[[Tensor, Tensor], None] | None = None) -> Tensor:
+            depart: Callable[[Tensor, Tensor], None] | None = None, rows: list | None = None) -> Tensor:
     """y [T, H]: for each token the sum over its experts of weight * FFN(x), FFN(x) = w2 (silu(w_gate x) * (w_up x)).
 
     x [T, H]; ids [T, K] in 0..E-1, or -1 for none, or the Groups of such; weights [T, K] float32; w13 [E, 2I, H] (gate rows
@@ -1339,7 +1344,8 @@ def experts(x: Tensor, ids: Tensor | Groups, weights: Tensor, w13: Tensor, w2: T
     recompute: h is not kept but rebuilt, in full, by one FC1 GEMM from the bits that forward read, which are then what is kept
     of x, also where `save` is narrower. num_pairs: how many ids are not -1, where the caller knows; on a GPU memory is laid out
     for that many, or for all; Groups know themselves. depart: called in backward with the gradients of x and weights as soon as
-    they are there, before that of w13; then x and weights must have no other reader. ValueError for shapes that do not fit.
+    they are there, before that of w13; then x and weights must have no other reader. rows: of `fan_out`, which is done here where
+    it is None or empty; taken out, so that it lasts no longer than FC1. ValueError for shapes that do not fit.
     """
     _check_call("experts", x, recipe)
     _check_experts(x, ids, weights, w13, w2)
@@ -1351,7 +1357,7 @@ def experts(x: Tensor, ids: Tensor | Groups, weights: Tensor, w13: Tensor, w2: T
         activation = quantize(x, recipe)
         read, kept = activation.read, x if recipe.save == "bf16" else activation.kept
     groups = ids if isinstance(ids, Groups) else group_rows(ids, len(w13), num_pairs)
-    return _SwiGLU.apply(x, weights, w13, w2, groups, recipe, read, read if recompute else kept, recompute, depart)
+    return _SwiGLU.apply(x, weights, w13, w2, groups, recipe, read, read if recompute else kept, recompute, depart, rows)
 
 
 def _check_call(name: str, x: Tensor, recipe: Recipe):
