@@ -669,6 +669,8 @@ def _grouped_mm(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, dtype: torch.d
         kernels.grouped_gemm(*a, *b, groups.expert, y)
         return y
     a, b = _values(a, b)
+    if groups.dense:
+        return _product(a, b[0], dtype)
     if a.dtype == torch.bfloat16 and a.is_cuda and len(a):
         return F.grouped_mm(a, b.mT, offs=groups.offsets[1:]).to(dtype)
     y = a.new_zeros((len(a), b.shape[1]), dtype=dtype)  # rows behind the last expert's, too
@@ -679,8 +681,10 @@ def _grouped_mm(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, dtype: torch.d
 
 def _grouped_wgrad(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, weight: Tensor) -> Tensor:
     """The gradient of weight: out_ENK = a_NM @ b_KMᵀ over each expert's own M, added to weight.grad: see gradient_buffer."""
+    if groups.dense:
+        return _wgrad(a, b, weight)
     if _fp8_wgrad(a, b, weight.dtype):
-        return _fp8_wgrad_into(a, b, None if groups.dense else groups.offsets, weight)
+        return _fp8_wgrad_into(a, b, groups.offsets, weight)
     a, b = _values(a, b)
     if a.dtype == torch.bfloat16 and a.is_cuda and a.shape[1]:
         # torch's grouped GEMM writes BF16 only, so sums are rounded once; and nothing where an expert has no rows
