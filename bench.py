@@ -2292,7 +2292,9 @@ def plan(args, flags):
         config = dataclasses.replace(config, grad_accum=4 * args.pp)
     if args.published:
         return print(published())
-    found = predict(config, args.gpus, args.pp, args.card, args.wire_gb_s)
+    if not 1 <= args.balance <= config.ep:
+        raise ValueError(f"--balance={args.balance}: between 1 and --ep={config.ep}, where one rank's experts do everything.")
+    found = predict(config, args.gpus, args.pp, args.card, args.wire_gb_s, args.balance)
     print(plan_text(found, config, args))
     if args.csv:
         with args.csv.open("w", newline="") as file:
@@ -2302,16 +2304,17 @@ def plan(args, flags):
         print(f"wrote {args.csv}")
 
 
-def predict(config, gpus, pp, card, wire_gb_s=0):
-    """What `plan` prints: {row, memory of the fullest stage by what, kept by tensor, ms of a step by what}. ValueError for a
-    layout that cannot be."""
+def predict(config, gpus, pp, card, wire_gb_s=0, balance=1):
+    """What `plan` prints: {row, memory of the fullest stage by what, kept by tensor, ms of a step by what}. balance: of the
+    busiest rank, see model.Share. ValueError for a layout that cannot be."""
     trainer.check_values(config)
     c, ranks, wide = trainer.choose_model(config, None), gpus // max(pp, 1), max(config.ep, config.fsdp)
     if not 0 < pp <= min(gpus, c.n_layers) or gpus % pp or ranks % wide or wide % min(config.ep, config.fsdp):
         raise ValueError(f"--gpus={gpus} do not lay out as --pp={pp} stages (of {c.n_layers} layers at most) with"
                          f" --ep={config.ep} and --fsdp={config.fsdp}, of which one is a multiple of the other.")
     m, cuts = config.grad_accum, [c.n_layers * i // pp for i in range(pp + 1)]
-    stages = [trainer.share(config, c, 2, first=cuts[i], last=cuts[i + 1], in_flight=min(pp - i, m)) for i in range(pp)]
+    stages = [trainer.share(config, c, 2, first=cuts[i], last=cuts[i + 1], in_flight=min(pp - i, m), balance=balance)
+              for i in range(pp)]
     model.check_recipe(c, stages[0].recipe)
     memories = [model.memory(s) for s in stages]
     fullest = max(range(pp), key=lambda i: sum(memories[i].values()))
@@ -2321,7 +2324,7 @@ def predict(config, gpus, pp, card, wire_gb_s=0):
     ms["pipeline's bubble"] = (pp - 1) * sum(t for name, t in slowest.items() if name not in ONCE)
     step, s, kept = sum(ms.values()), stages[fullest], {}
     for dense in s.layers:
-        for name, size in model.kept_bytes(c, s.recipe, s.recompute, s.ep, dense).items():
+        for name, size in model.kept_here(s, dense).items():
             kept[name] = kept.get(name, 0) + size * s.tokens * s.in_flight
     row = dict(zip(PLAN_COLUMNS, (config.preset, gpus, card, config.ep, pp, config.fsdp, config.precision, config.recompute, m,
                                   s.tokens, fullest, round(sum(memories[fullest].values()) / 2**30, 2), CARDS[card].gib,
@@ -2352,7 +2355,7 @@ def plan_text(found, config, args):
         helps = []
         for flag, changed in trainer.remedies(config, args.gpus // args.pp).items():
             with contextlib.suppress(ValueError):  # a layout that cannot be
-                gib = predict(changed, args.gpus, args.pp, args.card, args.wire_gb_s)["row"]["memory_gib"]
+                gib = predict(changed, args.gpus, args.pp, args.card, args.wire_gb_s, args.balance)["row"]["memory_gib"]
                 helps += [f"{flag} ({gib:.1f} GiB)"] if gib < row["memory_gib"] else []
         lines.append(f"does not fit. What helps: {', '.join(helps + ['more ranks'])}")
     return "\n".join(lines)
@@ -2450,8 +2453,12 @@ def seconds(op, card):
 def gemm_rate(kind, shape, wgrad):
     """FLOP/s on an H200, back to back: of the nearest measured GEMM, times how much fuller or emptier the last wave of tiles
     is."""
-    full = lambda E, M, N, K: (lambda tiles: tiles / (132 * math.ceil(tiles / 132)))(
-        E * math.ceil((N if wgrad else M / E) / 128) * math.ceil((K if wgrad else N) / 256))
+    def full(E, M, N, K):
+        tiles = E * math.ceil((N if wgrad else M / E) / 128) * math.ceil((K if wgrad else N) / 256)
+        if wgrad and E == 1:  # its tokens are cut into parts: see kernels.grouped_wgrad; cuBLAS does so, too
+            tiles *= max(min(132 // tiles, int(M) // 1024), 1)
+        return tiles / (132 * math.ceil(tiles / 132))
+
     away = lambda a, b: abs(math.log(a[1] / a[0] / b[1] * b[0])) + abs(math.log(a[2] / b[2])) + abs(math.log(a[3] / b[3]))
     nearest, rate = None, 0
     for row in measured("gemm"):
@@ -2620,6 +2627,8 @@ def main(words):
             command.add_argument("--card", default="h200", help=f"{', '.join(CARDS)} [h200]")
             command.add_argument("--pp", type=int, default=1, help="stages of a pipeline [1]")
             command.add_argument("--wire_gb_s", type=float, default=0, help="GB/s a direction and GPU [by card and ranks]")
+            command.add_argument("--balance", type=float, default=1,
+                                 help="what the busiest rank's experts have to do, over the mean of all (train.py logs it) [1]")
             command.add_argument("--csv", type=Path, help="also write the prediction as a table of one row")
             command.add_argument("--published", action="store_true", help="published numbers of V3 beside predictions")
         else:

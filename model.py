@@ -1489,6 +1489,7 @@ class Share:
     first: int = 0           # of the layers of a pipeline's stage; the first stage has the embedding
     last: int | None = None  # behind its last one, which has the head; None: all
     element: int = 2         # bytes of an unquantised activation
+    balance: float = 1       # what this rank's experts have to do, over the mean of all ranks
 
     @property
     def layers(self) -> list[bool]:
@@ -1504,12 +1505,17 @@ class Share:
     @property
     def received(self) -> float:
         """Tokens that arrive at a layer's experts."""
-        return self.tokens * tokens_received(self.config, self.ep)
+        return self.tokens * min(self.balance * tokens_received(self.config, self.ep), self.ep)
+
+    @property
+    def pairs(self) -> float:
+        """Token-expert pairs of a layer's experts here."""
+        return self.tokens * self.config.top_k * self.balance
 
     @property
     def rows(self) -> float:
         """Rows of the experts' GEMMs, with room for 127 of padding an expert."""
-        return self.tokens * self.config.top_k + 127 * self.config.n_experts // self.ep
+        return self.pairs + 127 * self.config.n_experts // self.ep
 
 
 def linears(c: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -1543,7 +1549,7 @@ def memory(s: Share) -> dict[str, float]:
     micro-batch, grow. Of each layer two moments count, its feed-forward's backward and attention's. `gathered`: of what FSDP2
     shards, the outermost parameters and their gradients whole, and of the largest layer two sets of weights (one is being
     gathered) and of gradients (one is being reduced)."""
-    c, here, of_layer = s.config, parameters_here(s), {dense: _kept(s, dense) for dense in set(s.layers)}
+    c, here, of_layer = s.config, parameters_here(s), {dense: kept_here(s, dense) for dense in set(s.layers)}
     cut, cut_experts = s.fsdp, max(s.fsdp // s.ep, 1)
     part = {name: [-(-n // (cut_experts if name == "experts" else cut)) for n in counts] for name, counts in here.items()}
     total = sum(map(sum, part.values()))
@@ -1576,8 +1582,10 @@ def memory(s: Share) -> dict[str, float]:
     return fixed | dict(zip(("gradients", "kept activations", "passing"), max(candidates, key=sum)))
 
 
-def _kept(s: Share, dense: bool) -> dict[str, float]:
-    return kept_bytes(s.config, s.recipe, s.recompute, s.ep, dense, s.element)
+def kept_here(s: Share, dense: bool) -> dict[str, float]:
+    """kept_bytes of a layer of this rank."""
+    kept = kept_bytes(s.config, s.recipe, s.recompute, s.ep, dense, s.element)
+    return kept if dense else kept | {name: kept[name] * s.balance for name in ("received", "h", "routing")}
 
 
 def _stream(s: Share) -> int:
@@ -1761,7 +1769,7 @@ class Work:
         self.gemm("experts", s.rows, 2 * c.expert_width, c.hidden, c.n_experts // s.ep)
 
     def experts(self):
-        c, s, pairs = self.c, self.s, self.s.tokens * self.c.top_k
+        c, s, pairs = self.c, self.s, self.s.pairs
         self.move("wire, data", "copy", s.received * c.hidden, s.recipe.dispatch, s.recipe.dispatch)
         self.fc1()
         self.swiglu("experts, data", c.expert_width, s.rows, pairs)
@@ -1770,7 +1778,7 @@ class Work:
         self.move("wire, data", "sum_rows", (s.received + s.tokens) * c.hidden, "bf16")
 
     def experts_backward(self):
-        c, s, pairs, E = self.c, self.s, self.s.tokens * self.c.top_k, self.c.n_experts // self.s.ep
+        c, s, pairs, E = self.c, self.s, self.s.pairs, self.c.n_experts // self.s.ep
         H, I, code = c.hidden, c.expert_width, "fp8" if self.fp8 else "bf16"
         if self.fp8:
             self.move("wire, data", "quantize_fp8_rows", s.tokens * H, "bf16", "fp8")

@@ -155,7 +155,8 @@ def test_time_of_measured_steps():
 def whole_runs(path):
     """(row of a table of `bench.py runs`, what is predicted for it: GiB a rank, tokens/s of all ranks)."""
     for row in bench.read_table(path):
-        found = bench.predict(bench.config_of(row), int(row["ranks"]), 1, "h200")["row"]
+        balance = float(row["rank_balance"] or 1)  # older runs did not note it
+        found = bench.predict(bench.config_of(row), int(row["ranks"]), 1, "h200", balance=balance)["row"]
         yield row, found["memory_gib"], found["tokens_per_s_gpu"] * int(row["ranks"])
 
 
@@ -197,6 +198,21 @@ def test_the_plan_is_printed(capsys, tmp_path):
     assert tuple(row) == bench.PLAN_COLUMNS and float(row["memory_gib"]) > float(row["card_gib"]) == 79.1
 
 
+def test_balance():
+    """Twice the load on one of two ranks: all pairs are there, and each token at most once."""
+    even, busy = (share("v2-lite", ep=2, balance=balance) for balance in (1, 2))
+    assert busy.pairs == 2 * even.pairs and even.received < busy.received == 2 * 4096
+    of_layer = [model.kept_here(s, dense=False) for s in (even, busy)]
+    assert {name for name in of_layer[0] if of_layer[0][name] != of_layer[1][name]} == {"received", "h", "routing"}
+    assert of_layer[1]["h"] == 2 * of_layer[0]["h"] and of_layer[0]["received"] < of_layer[1]["received"]
+    assert model.kept_here(even, dense=True) == model.kept_here(busy, dense=True)
+    flops = lambda s, part: sum(op.amount for op in model.micro_batch_work(s)["layers"] if op.part == part and op.shape)
+    padding = 6 * 26 * 3 * 2048 * 1408 * 127 * 64 // 2
+    assert flops(busy, "experts") - padding == 2 * (flops(even, "experts") - padding)
+    assert flops(busy, "shared") == flops(even, "shared")
+    assert model.wire_bytes(busy)["dispatch"] > model.wire_bytes(even)["dispatch"]
+
+
 def test_recomputing_saves_memory_and_costs_time():
     config = lambda scopes: train.parse_flags([*bench.PLAN_DEFAULTS, "--ep=32", f"--recompute={scopes}"])
     rows = lambda *scopes: [bench.predict(config(scope), 256, 8, "h200")["row"] for scope in scopes]
@@ -214,7 +230,7 @@ def test_published_numbers_stand_beside_predictions(capsys):
 @pytest.mark.parametrize("flags, fault", [
     (["--card=abacus"], "h100-80g"), (["--gpus=7", "--ep=2"], "--gpus=7"), (["--pp=0"], "--pp=0"),
     (["--gpus=62", "--pp=62"], "--pp=62"), (["--precision=int4"], "mxfp4"), (["--recompute=all"], "mla_up"),
-    (["--nonsense=1"], "--nonsense"), (["--batch_size=0"], "batch_size"), (["--gpus=3", "--ep=3"], "3 ranks")])
+    (["--nonsense=1"], "--nonsense"), (["--balance=3", "--ep=2", "--gpus=2"], "--balance=3"), (["--batch_size=0"], "batch_size"), (["--gpus=3", "--ep=3"], "3 ranks")])
 def test_bad_flags(flags, fault):
     with pytest.raises(ValueError, match=re.escape(fault)):
         bench.main(["plan", *flags])
