@@ -715,13 +715,14 @@ def _quantize_blocks(w, w_expert, w_row, w_col, data, scale, data_t, scale_t, N,
 # RMSNorm, quantised as it is computed
 
 @triton.jit
-def _rms_norm(x, weight, y, data8, scale8, s_row, s_col, data4, scale4, eps, K: tl.constexpr, C: tl.constexpr):
-    """A row a program, a chunk of C columns at a time; x, y and weight (int64) in pairs. What is quantised is the bfloat16 y."""
+def _rms_norm(x, pitch, weight, y, data8, scale8, s_row, s_col, data4, scale4, eps, K: tl.constexpr, C: tl.constexpr):
+    """A row a program, a chunk of C columns at a time; x, y and weight (int64) in pairs, rows of x `pitch` pairs apart. What is
+    quantised is the bfloat16 y."""
     row, r, c = _origin(tl.program_id(0), 1), tl.arange(0, 1), tl.arange(0, C // 2)
     total = tl.zeros((1, C // 2), tl.float32)
     chunks = ()
     for tile in tl.static_range((K + C - 1) // C):
-        chunks += (_load(x, row, r, tile * (C // 2), c, K // 2, 1, row + 1, K // 2),)
+        chunks += (_load(x, row, r, tile * (C // 2), c, pitch, 1, row + 1, K // 2),)
         first, second = _unpair(chunks[tile])
         total = tl.fma(first, first, tl.fma(second, second, total))
     factor = tl.rsqrt(tl.sum(total, 1) / K + eps)[:, None]
@@ -736,16 +737,18 @@ def _rms_norm(x, weight, y, data8, scale8, s_row, s_col, data4, scale4, eps, K: 
 
 
 @triton.jit(do_not_specialize=["M"])
-def _rms_norm_backward(dy, x, weight, dx, dw, eps, M, K: tl.constexpr, HALF: tl.constexpr):
-    """dy, x, dx in pairs, a row at a time. Each program sums dw [programs, K] over its rows: no atomics, one order."""
+def _rms_norm_backward(dy, x, pitch, weight, dx, dw, eps, M, K: tl.constexpr, HALF: tl.constexpr):
+    """dy, x, dx in pairs, a row at a time; rows of x `pitch` pairs apart. Each program sums dw [programs, K] over its rows: no
+    atomics, one order."""
     c = tl.arange(0, HALF)
     inside = c < K // 2
     w_first = _float(tl.load(weight + 2 * c, mask=inside, other=0))
     w_second = _float(tl.load(weight + 2 * c + 1, mask=inside, other=0))
     dw_first, dw_second = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
     for row in range(tl.program_id(0), M, tl.num_programs(0)):
-        at = (row + tl.zeros((HALF,), tl.int64)) * (K // 2) + c
-        x1, x2 = _unpair(tl.load(x + at, mask=inside, other=0))
+        row_64 = row + tl.zeros((HALF,), tl.int64)
+        at = row_64 * (K // 2) + c
+        x1, x2 = _unpair(tl.load(x + row_64 * pitch + c, mask=inside, other=0))
         d1, d2 = _unpair(tl.load(dy + at, mask=inside, other=0))
         factor = tl.rsqrt(tl.sum(tl.fma(x1, x1, x2 * x2), 0) / K + eps)
         mean = tl.sum(tl.fma(d1 * w_first, x1, d2 * w_second * x2), 0) / K * factor * factor
@@ -2602,6 +2605,14 @@ def _words(x):
     return x.view(torch.int32)
 
 
+def _words_apart(x):
+    """The same of x [M, K] whose rows may lie apart, and how many words from one to the next."""
+    size = 4 // x.element_size()
+    if not x.numel() or x.stride(1) != 1 or x.stride(0) % size or x.storage_offset() % size:
+        return _words(x), x.shape[1] // size
+    return x.view(torch.int32), x.stride(0) // size
+
+
 def _columns(K, most):
     """Columns of a tile: as many as divide K, from 128 to most."""
     return max(128, math.gcd(K, most))
@@ -2730,22 +2741,22 @@ def rms_norm(x, weight, eps, bf16=True, fp8=False, fp4=False):
     """x [M, K] bfloat16, weight [K] float32 -> y [M, K] bfloat16, its FP8 rows, its MXFP4 rows; None for what is not asked.
 
     K is even, and a multiple of 32 with fp4."""
-    M, K = x.shape
+    (M, K), (words, pitch) = x.shape, _words_apart(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if bf16 else None
     rows8 = _new_fp8_rows(x, M, K) if fp8 else (None, None)
     rows4 = _new_fp4_rows(x, M, K) if fp4 else (None, None)
     C = min(1024, max(128, 1 << (K - 1).bit_length()))
-    _launch(_rms_norm, M, _words(x), weight.view(torch.int64), _words(y), *_fp8_out(rows8), _words(rows4[0]), rows4[1], eps, K, C)
+    _launch(_rms_norm, M, words, pitch, weight.view(torch.int64), _words(y), *_fp8_out(rows8), _words(rows4[0]), rows4[1], eps, K, C)
     return y, *rows8, *rows4
 
 
 def rms_norm_backward(dy, x, weight, eps):
     """dy, x [M, K] bfloat16 -> dx [M, K] bfloat16, dw [K] float32."""
-    M, K = x.shape
+    (M, K), (words, pitch) = x.shape, _words_apart(x)
     num_warps = 4 if K > 4096 else 2 if K > 2048 else 1
     programs = min(M, 8 // num_warps * _multiprocessors(x))
     dx, dw = torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty((programs, K), dtype=torch.float32)
-    _launch(_rms_norm_backward, programs, _words(dy), _words(x), weight, _words(dx), dw, eps, M, K,
+    _launch(_rms_norm_backward, programs, _words(dy), words, pitch, weight, _words(dx), dw, eps, M, K,
             _power_of_2(K // 2), num_warps=num_warps)
     return dx, dw.sum(0)
 

@@ -1656,7 +1656,7 @@ class Work:
         """A weight's gradient, and what float32 costs beside BF16's 2 bytes: 4 written, 4 read where there is one already."""
         self.gemm(part, M, N, K, E, wgrad=True)
         there = 4 if self.s.micro_batches > 1 else 0
-        extra = (2 if self.fp8 else 6) + there  # of an expert's BF16 gradient torch makes a second pass
+        extra = (2 if self.fp8 or E == 1 else 6) + there  # of an expert's BF16 gradient torch makes a second pass
         self.ops.append(Op("gradients in float32", "copy", E * N * K * extra))
 
     def linear_backward(self, part: str, N: int, K: int, kept: str):

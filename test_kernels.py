@@ -489,6 +489,16 @@ def test_rms_norm_backward():
     assert (dw - w.grad).norm() <= 1e-6 * w.grad.norm()
 
 
+@pytest.mark.parametrize("first, wide", [(0, 320), (64, 320), (0, 257), (1, 320)])
+def test_rms_norm_of_rows_that_lie_apart(first, wide):
+    """As MLA's latents do, columns of a wider matrix: the same bits as of a copy. (Odd widths and beginnings are copied.)"""
+    whole, weight = sample(37, wide, torch.bfloat16, 5), torch.randn(256, generator=torch.Generator().manual_seed(1))
+    dy = torch.randn(37, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
+    apart = whole.to(DEVICE)[:, first:first + 256]
+    for name, before in (("rms_norm", ()), ("rms_norm_backward", (dy,))):
+        assert_same(*(list(run(name, *before, x, weight, 1e-6)[:2 if before else 1]) for x in (apart, apart.contiguous())))
+
+
 @pytest.mark.parametrize("batch, length, heads, widths, strided", [
     (2, 5, 4, (32, 16, 32), True), (1, 3, 6, (24, 12, 40), True), (3, 2, 33, (8, 2, 6), False),
     (1, 1, 1, (2, 4, 2), False)])
@@ -1360,6 +1370,7 @@ def every_launch():
     for name in ("fp4_fan_out_rows", "fp4_fan_out_cols"):
         yield name, [q4, pair, end, 8], False
     yield "rms_norm", [x, weight, 1e-6, True, True, True], True
+    yield "rms_norm", [torch.cat([x, x], 1)[:, :7168], weight, 1e-6], True
     yield "rms_norm_backward", [x, x, weight, 1e-6], True
     q, kv, v = (torch.ones(2, n * 16, dtype=torch.bfloat16) for n in (192, 256, 128))
     table = torch.ones(2, 1, 32)
