@@ -1939,9 +1939,15 @@ def _regroup_rows(row, layout, pair, tile_expert, tile_shift, n, num_rows, E: tl
 
 
 @triton.jit
+def _scale_of_byte(byte):
+    """An FP8 scale from its biased exponent, 255 for NaN."""
+    return tl.where(byte == 255, float("nan"), _from_bits(byte.to(tl.int32) << 23))
+
+
+@triton.jit
 def _sum_rows(y, y_row, scale, s_row, s_col, row_of, out, H: tl.constexpr, PER: tl.constexpr, C: tl.constexpr):
-    """Expert rows y [M, H], y_row apart, with their FP8 scales if any, back to tokens: out [T, H] is the sum of the rows in
-    row_of [T, PER], -1 for none, in float32 and in the order of slots."""
+    """Expert rows y [M, H], y_row apart, with their FP8 scales if any (or the bytes that stand for them in messages), back to
+    tokens: out [T, H] is the sum of the rows in row_of [T, PER], -1 for none, in float32 and in the order of slots."""
     token, tile = _tile(H, C)
     n: tl.constexpr = C // 128
     at, col, block = token.to(tl.int64) * PER, tl.arange(0, 128)[None, :], tl.arange(0, n)[:, None]
@@ -1956,7 +1962,8 @@ def _sum_rows(y, y_row, scale, s_row, s_col, row_of, out, H: tl.constexpr, PER: 
             else:
                 part = _origin(tile, n) + block
                 of_blocks = scale + row.to(tl.int64) * s_row + part * s_col
-                total += _decode_e4m3(value) * tl.load(of_blocks, mask=part * 128 < H, other=0)
+                factor = tl.load(of_blocks, mask=part * 128 < H, other=0)
+                total += _decode_e4m3(value) * (_scale_of_byte(factor) if scale.dtype.element_ty == tl.uint8 else factor)
     if out.dtype.element_ty == tl.bfloat16:
         total = _bfloat16(total)
     tl.store(out + token.to(tl.int64) * H + c, total, mask=c < H)
@@ -2156,8 +2163,8 @@ def _quantize_to_messages(x, x_row, x_col, first, second, index, out, M, H: tl.c
 def _unpack_scales(messages, scale, s_row, s_col, row0, r, M, CODES: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
     """FP8's scales of some messages."""
     s, col0 = tl.arange(0, triton.next_power_of_2(S)), _origin(tl.program_id(0), 0)
-    byte = _load(messages + CODES, row0, r, col0, s, L * 4, 1, M, S).to(tl.int32)
-    _store(scale, tl.where(byte == 255, float("nan"), _from_bits(byte << 23)), row0, r, col0, s, s_row, s_col, M, S)
+    byte = _load(messages + CODES, row0, r, col0, s, L * 4, 1, M, S)
+    _store(scale, _scale_of_byte(byte), row0, r, col0, s, s_row, s_col, M, S)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -2997,8 +3004,8 @@ def regroup_rows(row, layout, num_rows):
 
 
 def sum_rows(y, row, scale=None, dtype=None):
-    """y [M, H] bfloat16 or float32, or FP8 with its scale [M, H/128], each row contiguous, row [T, K] int32, -1 for none ->
-    [T, H] of dtype, y's if not given, each token's rows summed in float32 by slot."""
+    """y [M, H] bfloat16 or float32, or FP8 with its scale [M, H/128] (uint8: its biased exponents), each row contiguous, row
+    [T, K] int32, -1 for none -> [T, H] of dtype, y's if not given, each token's rows summed in float32 by slot."""
     (T, K), H, C = row.shape, y.shape[1], 1024
     out = y.new_empty((T, H), dtype=dtype or y.dtype)
     y, where = (y, (None, 0, 0)) if scale is None else (_bytes(y), (scale, *scale.stride()))

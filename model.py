@@ -692,9 +692,9 @@ class _Send(torch.autograd.Function):
         exchange, departed = ctx.way.pop()
         if departed != dx.data_ptr():
             raise RuntimeError("gradients of dispatched tokens departed before their last reader had added to them")
-        dx, dweights = quant.unpack(exchange.wait(), ctx.recipe.combine, *ctx.kinds)
-        row_TR = ctx.route.row_TR
-        return quant.sum_rows(dx, row_TR, ctx.kinds[1]), quant.sum_rows(dweights, row_TR), *[None] * 5
+        width, dtype, of_weights = ctx.kinds
+        sums = quant.sum_messages(exchange.wait(), ctx.recipe.combine, width, dtype, ctx.route.row_TR, of_weights)
+        return *sums, *[None] * 5
 
 
 class _Leave(torch.autograd.Function):
@@ -720,7 +720,7 @@ class _Home(torch.autograd.Function):
     @staticmethod
     def forward(ctx, like, route, recipe, way):
         ctx.route, ctx.recipe, ctx.way = route, recipe, way
-        return quant.sum_rows(quant.unpack(way.pop().wait(), recipe.combine, *_kind(like))[0], route.row_TR, like.dtype)
+        return quant.sum_messages(way.pop().wait(), recipe.combine, *_kind(like), route.row_TR)[0]
 
     @staticmethod
     @once_differentiable

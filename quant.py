@@ -502,6 +502,17 @@ def unpack(message: Tensor, name: str, width: int, dtype: torch.dtype, *others: 
     return Fp8(parts[0], _scale_of(message, *parts[:2])), *parts[2:]
 
 
+def sum_messages(message: Tensor, name: str, width: int, dtype: torch.dtype, row_TK: Tensor, *others: tuple[torch.dtype, int]):
+    """Sums of what pack took, (x [T, width] of dtype, *others), over each token's messages, as sum_rows adds them."""
+    if name == "fp8" and _on_gpu(message):  # scales are read as they were sent
+        codes, byte, *rest = _parts_of(message, name, width, dtype, *others)
+        x = kernels.sum_rows(codes, row_TK, byte, dtype)
+    else:
+        x, *rest = unpack(message, name, width, dtype, *others)
+        x = sum_rows(x, row_TK, dtype)
+    return x, *(sum_rows(part, row_TK) for part in rest)
+
+
 def _scale_of(message: Tensor, data: Tensor, byte: Tensor) -> Tensor:
     """FP8's scale from the bytes sent."""
     scale = _new_scale(byte)

@@ -5,6 +5,7 @@ Cases with values known beforehand come first, so that the two cannot be wrong t
 project's collection of bug reports. The last test compiles every kernel for Hopper, which needs no GPU, and looks at
 what the compiler made of it."""
 
+import itertools
 import math
 import os
 import re
@@ -637,15 +638,16 @@ def test_sum_parts(N):
 
 @pytest.mark.parametrize("width", (128, 192, 1280))
 def test_sum_fp8_rows(width):
-    """What came home in FP8, one row out of a NaN; and rows that stand apart, as in messages."""
+    """What came home in FP8, one row out of a NaN; and rows that stand apart and scales in bytes, as in messages."""
     q = quant.quantize_fp8_rows(torch.randn(40, width, generator=torch.Generator().manual_seed(3)))
     q.scale[7, 0] = math.nan
     row = torch.randint(-1, 40, (30, 3), generator=torch.Generator().manual_seed(4)).int()
     apart = torch.cat([q.data.view(torch.uint8), torch.zeros(40, 16, dtype=torch.uint8)], 1).to(DEVICE)[:, :width]
+    byte = (q.scale.view(torch.int32) >> 23).to(torch.uint8)
     for dtype in (torch.bfloat16, torch.float32):
         want = quant.sum_rows(q, row, dtype)
-        for data in (q.data, apart.view(torch.float8_e4m3fn)):
-            got = run("sum_rows", data, row, q.scale, dtype)
+        for data, scale in itertools.product((q.data, apart.view(torch.float8_e4m3fn)), (q.scale, byte)):
+            got = run("sum_rows", data, row, scale, dtype)
             assert_same([got.nan_to_num(nan=1e9)], [want.nan_to_num(nan=1e9)])  # one NaN is as good as another
     assert want.isnan().any() and not want.isnan().all()
 
@@ -776,6 +778,11 @@ def test_messages(name, width, K, monkeypatch):
     read = name, width, torch.bfloat16, (torch.int32, K), (torch.float32, K)
     got, want = both_ways(lambda message: quant.unpack(message, *read), message)
     assert_same(flat(list(got)), flat(list(want)))
+    if name != "fp4":  # which is no format to come home in
+        row = torch.randint(-1, 37, (20, 3), generator=g).int()
+        sums = lambda message, row: [t.nan_to_num(nan=1e9) for t in quant.sum_messages(  # one NaN is as good as another
+            message, name, width, torch.bfloat16, row, (torch.float32, K))]
+        assert_same(*both_ways(sums, quant.pack(q, name, p), row))
     if name == "bf16":  # rows that stand apart
         pair = torch.randint(0, 37, (128,), generator=g).int()
         assert_same([run("fan_out_rows", got[0], pair)], [q[pair.long()]])
@@ -1406,7 +1413,8 @@ def every_launch():
     yield "group_rows", [pair.view(32, 8), 256, 4096], False
     yield "regroup_rows", [pair.view(32, 8), torch.zeros(3, 257, dtype=torch.int32), 4096], False
     yield "sum_rows", [x, pair.view(32, 8)], False
-    yield "sum_rows", [q8.data, pair.view(32, 8), q8.scale, torch.bfloat16], False
+    for scale in (q8.scale, q8.scale.to(torch.uint8)):
+        yield "sum_rows", [q8.data, pair.view(32, 8), scale, torch.bfloat16], False
     yield "sum_parts", [p.view(16, 16).t(), pair.view(32, 8)], False
     for local, ranks in ((8, 32), (128, 2)):
         counts, layout = torch.zeros(ranks, local + 1, dtype=torch.int32), torch.zeros(3, local + 1, dtype=torch.int32)
