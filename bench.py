@@ -835,7 +835,7 @@ def draw_kernels(figure, rows):
 
 
 def draw_gemm(figure, rows):
-    """A panel a shape: TFLOP/s of our GEMMs and of BF16 grouped_mm as bars, what else was measured as marks."""
+    """A panel a shape: TFLOP/s of our GEMMs and of BF16 grouped_mm (matmul for one expert) as bars, others as marks."""
     rows = [row for row in rows if row["groups"] == "balanced"]
     shapes, gemms = values(rows, "shape"), values(rows, "gemm")
     figure.set_size_inches(10, 1.9 + 0.28 * len(gemms))
@@ -849,7 +849,7 @@ def draw_gemm(figure, rows):
         for row, y in zip(here, at):
             panel.text(40, y - 0.2, f"{row['tflops']:.0f}", va="center_baseline", fontsize=8)
         panel.barh([y + 0.2 for y in at], [row["tflops"] / row["times_bf16_grouped"] for row in here], 0.3,
-                   color=MORE_COLOURS[0], label="F.grouped_mm, BF16")
+                   color=MORE_COLOURS[0], label="F.grouped_mm or matmul, BF16")
         for label, (column, mark, size) in marks.items():
             points = [(row["tflops"] / row[column] if column else row["roof_tflops"], y - 0.2) for row, y in zip(here, at)
                       if not column or row[column]]
@@ -1343,7 +1343,7 @@ def gemm(args, flags):
     names = shape_names(args, flags, GEMM_SHAPES)
     with results_file(args.out, "gemm", GEMM_COLUMNS) as (where, write):
         for name in names:
-            for groups in ("balanced", "jittered")[:GEMM_SHAPES[name][0]]:  # of one expert there is no more than one size
+            for groups in ("balanced", "jittered") if GEMM_SHAPES[name][0] > 1 else ("balanced",):
                 rows = []
                 for row in itertools.chain(gemm_rows(name, groups), whole_layer(rows)):
                     rows.append(row)
@@ -2182,7 +2182,7 @@ def exchanges_of(T, config, recipe, pairs):
     def dispatch():
         sent = quant.Activation(x, recipe, *quant._quantize_rows(x.detach(), {recipe.dispatch}))
         state.got = model._send(sent, ids.view(-1, top_k), weights.view(-1, top_k), group, config.n_experts, per)
-        state.got.rows.clear()
+        state.got.fanned_out.take()
 
     def combine():
         y = ToExperts.apply(state.y, state.got.ids, recipe)
@@ -2267,8 +2267,8 @@ spread evenly, micro-batches of 4096 tokens, 2048 sequences a step, 50 GB/s a GP
 our code hides, weights and moments of what is dense sharded over a stage at no cost, BF16 moments, and which of our scopes
 theirs are. ours: mxfp4 with the fewest scopes that stay below 95 % of 80 GB.
 """
-PLAN_COLUMNS = ("preset", "gpus", "card", "ep", "pp", "fsdp", "precision", "recompute", "micro_batches", "tokens", "stage",
-                "memory_gib", "card_gib", "wire_mb", "step_ms", "tokens_per_s_gpu", "bound_by")
+PLAN_COLUMNS = ("preset", "gpus", "card", "ep", "pp", "fsdp", "precision", "recompute", "micro_batches", "tokens",
+                "rank_balance", "stage", "memory_gib", "card_gib", "wire_mb", "step_ms", "tokens_per_s_gpu", "bound_by")
 # Published for V3 on GPUs of 80 GB: whose, EP, our recipe and scopes that come nearest, tokens/GPU/s, share of 80 GB
 PUBLISHED = (("FP8-Flow, EP8", 8, "fp8", "attn,norm,moe", 1176, None),
              ("FP8-Flow, EP32", 32, "fp8", "attn,norm,mlp", 912, None),
@@ -2292,9 +2292,9 @@ def plan(args, flags):
         config = dataclasses.replace(config, grad_accum=4 * args.pp)
     if args.published:
         return print(published())
-    if not 1 <= args.balance <= config.ep:
-        raise ValueError(f"--balance={args.balance}: between 1 and --ep={config.ep}, where one rank's experts do everything.")
-    found = predict(config, args.gpus, args.pp, args.card, args.wire_gb_s, args.balance)
+    if not 1 <= args.rank_balance <= config.ep:
+        raise ValueError(f"--rank_balance={args.rank_balance}: from 1 to --ep={config.ep}, where one rank does everything.")
+    found = predict(config, args.gpus, args.pp, args.card, args.wire_gb_s, args.rank_balance)
     print(plan_text(found, config, args))
     if args.csv:
         with args.csv.open("w", newline="") as file:
@@ -2304,16 +2304,16 @@ def plan(args, flags):
         print(f"wrote {args.csv}")
 
 
-def predict(config, gpus, pp, card, wire_gb_s=0, balance=1):
-    """What `plan` prints: {row, memory of the fullest stage by what, kept by tensor, ms of a step by what}. balance: of the
-    busiest rank, see model.Share. ValueError for a layout that cannot be."""
+def predict(config, gpus, pp, card, wire_gb_s=0, rank_balance=1):
+    """What `plan` prints: {row, memory of the fullest stage by what, kept by tensor, ms of a step by what}. ValueError for a
+    layout that cannot be."""
     trainer.check_values(config)
     c, ranks, wide = trainer.choose_model(config, None), gpus // max(pp, 1), max(config.ep, config.fsdp)
     if not 0 < pp <= min(gpus, c.n_layers) or gpus % pp or ranks % wide or wide % min(config.ep, config.fsdp):
         raise ValueError(f"--gpus={gpus} do not lay out as --pp={pp} stages (of {c.n_layers} layers at most) with"
                          f" --ep={config.ep} and --fsdp={config.fsdp}, of which one is a multiple of the other.")
     m, cuts = config.grad_accum, [c.n_layers * i // pp for i in range(pp + 1)]
-    stages = [trainer.share(config, c, 2, first=cuts[i], last=cuts[i + 1], in_flight=min(pp - i, m), balance=balance)
+    stages = [trainer.share(config, c, 2, first=cuts[i], last=cuts[i + 1], in_flight=min(pp - i, m), balance=rank_balance)
               for i in range(pp)]
     model.check_recipe(c, stages[0].recipe)
     memories = [model.memory(s) for s in stages]
@@ -2327,7 +2327,8 @@ def predict(config, gpus, pp, card, wire_gb_s=0, balance=1):
         for name, size in model.kept_here(s, dense).items():
             kept[name] = kept.get(name, 0) + size * s.tokens * s.in_flight
     row = dict(zip(PLAN_COLUMNS, (config.preset, gpus, card, config.ep, pp, config.fsdp, config.precision, config.recompute, m,
-                                  s.tokens, fullest, round(sum(memories[fullest].values()) / 2**30, 2), CARDS[card].gib,
+                                  s.tokens, rank_balance, fullest, round(sum(memories[fullest].values()) / 2**30, 2),
+                                  CARDS[card].gib,
                                   round(sum(model.wire_bytes(s).values()) / 1e6, 1), round(step, 1),
                                   round(1e3 * m * s.tokens / pp / step, 1), max(ms, key=ms.get))))
     return {"row": row, "memory": memories[fullest], "kept": kept, "ms": ms, "share": s}
@@ -2341,7 +2342,8 @@ def plan_text(found, config, args):
         return [title] + [f"  {name:28}{size / unit:10.2f}" for name, size in sizes.items() if size > unit / 200]
 
     lines = [f"{row['preset']} on {row['gpus']} {row['card']}: ep {row['ep']}, pp {row['pp']}, fsdp {row['fsdp']},"
-             f" {row['precision']}, recompute {row['recompute']}, {row['micro_batches']} micro-batches of {row['tokens']} tokens"]
+             f" {row['precision']}, recompute {row['recompute']}, {row['micro_batches']} micro-batches of {row['tokens']} tokens"
+             + f", the busiest rank at {row['rank_balance']} times the mean" * (row["rank_balance"] > 1)]
     where = f"stage {row['stage']}, layers {s.first} to {s.first + len(s.layers) - 1}, {s.in_flight} in flight"
     lines += listed(f"memory of a rank where it is fullest ({where}), GiB", found["memory"], 2**30)
     share = sum(found["memory"].values()) / 2**30 / CARDS[args.card].gib
@@ -2355,7 +2357,7 @@ def plan_text(found, config, args):
         helps = []
         for flag, changed in trainer.remedies(config, args.gpus // args.pp).items():
             with contextlib.suppress(ValueError):  # a layout that cannot be
-                gib = predict(changed, args.gpus, args.pp, args.card, args.wire_gb_s, args.balance)["row"]["memory_gib"]
+                gib = predict(changed, args.gpus, args.pp, args.card, args.wire_gb_s, args.rank_balance)["row"]["memory_gib"]
                 helps += [f"{flag} ({gib:.1f} GiB)"] if gib < row["memory_gib"] else []
         lines.append(f"does not fit. What helps: {', '.join(helps + ['more ranks'])}")
     return "\n".join(lines)
@@ -2438,7 +2440,7 @@ def seconds(op, card):
     of its nearest in bytes; what no table has moves at the speed of a copy."""
     faster, moves = card.tflops / CARDS["h200"].tflops, 1e12 * card.copy / CARDS["h200"].copy
     if op.shape:
-        return op.amount / faster / gemm_rate(op.kind, op.shape, op.wgrad)
+        return op.amount / faster / gemm_rate(op.kind, op.shape, op.wgrad, op.part != "experts")
     if op.kind.startswith("attention"):
         forward, both = ATTENTION
         return op.amount / faster / (forward if op.kind == "attention" else 5 / (7 / both - 2 / forward))
@@ -2450,12 +2452,12 @@ def seconds(op, card):
 
 
 @functools.cache
-def gemm_rate(kind, shape, wgrad):
+def gemm_rate(kind, shape, wgrad, dense):
     """FLOP/s on an H200, back to back: of the nearest measured GEMM, times how much fuller or emptier the last wave of tiles
     is."""
-    def full(E, M, N, K):
+    def full(E, M, N, K, dense):
         tiles = E * math.ceil((N if wgrad else M / E) / 128) * math.ceil((K if wgrad else N) / 256)
-        if wgrad and E == 1:  # its tokens are cut into parts: see kernels.grouped_wgrad; cuBLAS does so, too
+        if wgrad and dense:  # tokens are cut into parts: see kernels.grouped_wgrad; cuBLAS does so, too
             tiles *= max(min(132 // tiles, int(M) // 1024), 1)
         return tiles / (132 * math.ceil(tiles / 132))
 
@@ -2467,7 +2469,7 @@ def gemm_rate(kind, shape, wgrad):
             if nearest is None or away(shape, have) < away(shape, nearest):
                 nearest = have
                 rate = 1e12 * float(row["sustained_tflops"]) / (1 if kind == "fp8" else float(row["times_bf16_grouped"]))
-    return rate * full(*shape) / full(*nearest)
+    return rate * full(*shape, dense) / full(*nearest, nearest[0] == 1)
 
 
 def published():
@@ -2627,8 +2629,8 @@ def main(words):
             command.add_argument("--card", default="h200", help=f"{', '.join(CARDS)} [h200]")
             command.add_argument("--pp", type=int, default=1, help="stages of a pipeline [1]")
             command.add_argument("--wire_gb_s", type=float, default=0, help="GB/s a direction and GPU [by card and ranks]")
-            command.add_argument("--balance", type=float, default=1,
-                                 help="what the busiest rank's experts have to do, over the mean of all (train.py logs it) [1]")
+            command.add_argument("--rank_balance", type=float, default=1,
+                                 help="what the busiest rank's experts have to do, over the mean; train.py logs it [1]")
             command.add_argument("--csv", type=Path, help="also write the prediction as a table of one row")
             command.add_argument("--published", action="store_true", help="published numbers of V3 beside predictions")
         else:

@@ -2550,7 +2550,7 @@ def _launch(kernel, programs, *args, num_warps=4, **options):
         _COMPILED[id(kernel)] = kernel, constants, {}
     _, constants, compiled = _COMPILED[id(kernel)]
     device = args[0].device.index
-    kinds, values = _kinds(args, constants)
+    kinds, values = _kinds_and_values(args, constants)
     kinds = device, num_warps, *options.values(), *kinds
     with torch.cuda.device_of(args[0]):
         ready = compiled.get(kinds)
@@ -2571,9 +2571,9 @@ def _listens(hook):
     return bool(getattr(hook, "calls", hook))
 
 
-def _kinds(args, constants):
-    """All that Triton compiles for: constants, types, and which addresses and numbers 16 divides, or are 1. And the arguments,
-    tensors as addresses, for of a tensor the launcher asks torch for the address, and then the driver whose it is."""
+def _kinds_and_values(args, constants):
+    """All that Triton compiles for: constants, types, and which addresses and numbers 16 divides, or are 1. And the arguments
+    with tensors as addresses, which the launcher takes as they are; tensors it looks up one by one."""
     kinds, values = [], []
     for arg, constant in zip(args, constants):
         if constant:
@@ -2581,8 +2581,8 @@ def _kinds(args, constants):
         elif type(arg) is int:
             kinds.append((arg >> 31, arg & 15 == 0, arg == 1))
         elif isinstance(arg, torch.Tensor):
-            dtype, arg = arg.dtype, arg.data_ptr()
-            kinds.append((dtype, arg & 15))
+            dtype, on_gpu, arg = arg.dtype, arg.is_cuda, arg.data_ptr()
+            kinds.append((dtype, on_gpu, arg & 15))  # on_gpu: Triton's own way refuses a CPU's tensor
         else:
             kinds.append((arg.base.dtype, *arg.block_shape) if type(arg) is TensorDescriptor else type(arg))
         values.append(arg)
@@ -2753,7 +2753,8 @@ def rms_norm(x, weight, eps, bf16=True, fp8=False, fp4=False):
     rows8 = _new_fp8_rows(x, M, K) if fp8 else (None, None)
     rows4 = _new_fp4_rows(x, M, K) if fp4 else (None, None)
     C = min(1024, max(128, 1 << (K - 1).bit_length()))
-    _launch(_rms_norm, M, words, pitch, weight.view(torch.int64), _words(y), *_fp8_out(rows8), _words(rows4[0]), rows4[1], eps, K, C)
+    _launch(_rms_norm, M, words, pitch, weight.view(torch.int64), _words(y), *_fp8_out(rows8), _words(rows4[0]), rows4[1], eps, K,
+            C)
     return y, *rows8, *rows4
 
 

@@ -490,7 +490,7 @@ class Received(NamedTuple):
     num_pairs: int | None = None  # how many ids are not -1, where that is known without asking the GPU; groups know themselves
     depart: Callable[[Tensor, Tensor], None] | None = None  # sends off the gradients of x and weights: see quant.experts
     route: Any = None             # what combine needs to know of the way that the tokens came
-    rows: list | None = None      # what experts read, fanned out already: see quant.experts
+    fanned_out: quant.FannedOut | None = None  # what experts read, a row for each pair: see quant.experts
 
 
 def dispatch(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup | None = None,
@@ -611,13 +611,13 @@ def _send(x: Activation, ids: Tensor, weights: Tensor, group: dist.ProcessGroup,
     sent, received = ([row[-1] for row in each] for each in told)
     route = Route(group, token_N[:sum(sent)], row_TR, sent, received)
     message = _Exchange(rows[:sum(sent)], route).wait()
+    del rows  # it is as large as what is fanned out
     num_pairs = sum(sum(row[:-1]) for row in told[1])
-    read, got, groups = quant.receive(message, recipe.dispatch, *_kind(x.x), ids.shape[1], arrivals, num_pairs)
-    fanned_out = quant.fan_out(read, groups, recipe)
-    way = []
-    x, weights = _Send.apply(x.x, weights, read, got, route, recipe, way)
-    depart = functools.partial(_depart, route, recipe, way)
-    return Received(x, groups, weights, read if isinstance(read, tuple) else None, recipe, None, depart, route, fanned_out)
+    read, weights_NK, groups = quant.receive(message, recipe.dispatch, *_kind(x.x), ids.shape[1], arrivals, num_pairs)
+    fanned_out, way = quant.fan_out(read, groups, recipe), []
+    x, weights_NK = _Send.apply(x.x, weights, read, weights_NK, route, recipe, way)
+    return Received(x, groups, weights_NK, read if isinstance(read, tuple) else None, recipe, route=route, fanned_out=fanned_out,
+                    depart=functools.partial(_depart, route, recipe, way))
 
 
 def _read(counts_2RE: Tensor, counting: dist.Work, arrivals: quant.Arrivals) -> list:
@@ -676,13 +676,13 @@ def _place(ids_TK: Tensor, nth_TK: Tensor, local: int, here_TR: Tensor) -> tuple
 
 
 class _Send(torch.autograd.Function):
-    """Stands in autograd's graph between tokens and what arrived of them, (read, got); in backward gradients come home. `way` has
-    what `_depart` sent off; if nobody called that before, backward does."""
+    """Stands in autograd's graph between tokens and what arrived of them; in backward gradients come home. `way` has what
+    `_depart` sent off; if nobody called that before, backward does."""
 
     @staticmethod
-    def forward(ctx, x, weights, read, got, route, recipe, way):
-        ctx.route, ctx.recipe, ctx.way, ctx.kinds = route, recipe, way, (*_kind(x), (weights.dtype, got.shape[1]))
-        return read if isinstance(read, Tensor) else quant.carrier(_rows(x, len(got))), got
+    def forward(ctx, x, weights, read, weights_NK, route, recipe, way):
+        ctx.route, ctx.recipe, ctx.way, ctx.kinds = route, recipe, way, (*_kind(x), (weights.dtype, weights_NK.shape[1]))
+        return read if isinstance(read, Tensor) else quant.carrier(_rows(x, len(weights_NK))), weights_NK
 
     @staticmethod
     @once_differentiable
@@ -781,7 +781,7 @@ class Experts(nn.Module):
         """Tokens as they arrived -> the sum of what their experts here make of each."""
         self.received = len(got.weights)
         return quant.experts(got.x, got.ids, got.weights, self.w13, self.w2, run.recipe, got.payload, "moe" in run.recompute,
-                             got.num_pairs, got.depart, got.rows)
+                             got.num_pairs, got.depart, got.fanned_out)
 
 
 class MoE(nn.Module):
@@ -878,7 +878,7 @@ class _CrossEntropy(torch.autograd.Function):
             dlogits = quant.logit_gradients(x_CH @ read.t(), targets_C, lse_C, dloss)
             torch.mm(dlogits, read, out=dx_CH)
             if dw is not None:
-                _add_product(dw, dlogits.t(), x_CH)
+                quant.add_product(dw, dlogits.t(), x_CH)
         return dx, dw, None, None
 
 
@@ -887,16 +887,6 @@ def _chunks(vocab_size: int, *of_tokens: Tensor):
     longest = max(LOGIT_BYTES // (4 * vocab_size), 1)
     count = max(-(-len(of_tokens[0]) // longest), 1)  # no tokens: one empty chunk
     return zip(*(t.chunk(count) for t in of_tokens))
-
-
-def _add_product(out: Tensor, a: Tensor, b: Tensor):
-    """out += a @ b; a CPU rounds what BF16 operands give to BF16 before."""
-    if a.dtype == out.dtype:
-        out.addmm_(a, b)
-    elif out.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        out += a @ b
 
 
 class Model(nn.Module):
@@ -1585,7 +1575,8 @@ def memory(s: Share) -> dict[str, float]:
 def kept_here(s: Share, dense: bool) -> dict[str, float]:
     """kept_bytes of a layer of this rank."""
     kept = kept_bytes(s.config, s.recipe, s.recompute, s.ep, dense, s.element)
-    return kept if dense else kept | {name: kept[name] * s.balance for name in ("received", "h", "routing")}
+    more = {"received": s.received / s.tokens / tokens_received(s.config, s.ep), "h": s.balance}
+    return kept if dense else kept | {name: kept[name] * times for name, times in more.items()}
 
 
 def _stream(s: Share) -> int:
@@ -1656,7 +1647,7 @@ class Work:
         """A weight's gradient, and what float32 costs beside BF16's 2 bytes: 4 written, 4 read where there is one already."""
         self.gemm(part, M, N, K, E, wgrad=True)
         there = 4 if self.s.micro_batches > 1 else 0
-        extra = (2 if self.fp8 or E == 1 else 6) + there  # of an expert's BF16 gradient torch makes a second pass
+        extra = (6 if part == "experts" and not self.fp8 else 2) + there  # grouped_mm writes BF16: a second pass
         self.ops.append(Op("gradients in float32", "copy", E * N * K * extra))
 
     def linear_backward(self, part: str, N: int, K: int, kept: str):
@@ -1868,6 +1859,7 @@ def step_bytes(s: Share) -> dict[str, float]:
 
 
 def wire_bytes(s: Share) -> dict[str, float]:
-    """Bytes that a rank sends to others for one micro-batch and MoE layer, by exchange (see message_bytes)."""
+    """Bytes between a rank and others for one micro-batch and MoE layer, by exchange (see message_bytes): what it receives of
+    dispatch, which in a balance is what it sends."""
     away = s.received * (s.ep - 1) / s.ep
     return {name: away * size for name, size in message_bytes(s.config, s.recipe).items()}

@@ -711,10 +711,20 @@ def _grouped_wgrad(a: Tensor | Fp8, b: Tensor | Fp8, groups: Groups, weight: Ten
 
 
 def _wgrad(a: Tensor | Fp8, b: Tensor | Fp8, weight: Tensor) -> Tensor:
-    """The same for a plain linear: out_NK = a_NM @ b_KMᵀ."""
+    """The same for a linear and a dense feed-forward: out_NK = a_NM @ b_KMᵀ."""
     if _fp8_wgrad(a, b, weight.dtype):
         return _fp8_wgrad_into(a, b, None, weight)
-    return _wide_gradient(_product(*_values(a, b), weight.dtype), weight)
+    a, b = _values(a, b)
+    return add_product(gradient_buffer(weight)[0], a, b.t()) if _adds(weight) else _product(a, b, weight.dtype)
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """out += a @ b; a CPU rounds what BF16 operands give to BF16 before."""
+    if a.dtype == out.dtype:
+        return out.addmm_(a, b)
+    if out.is_cuda:
+        return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    return out.add_(a @ b)
 
 
 def _wide_gradient(dw: Tensor, weight: Tensor) -> Tensor:
@@ -1101,9 +1111,22 @@ def _fan_out_rows(read: Tensor | Fp8 | Fp4, groups: Groups, compute: str) -> Ten
     return rows if compute == "fp8" or isinstance(rows, Tensor) else dequantize(rows)
 
 
-def fan_out(read: Tensor | Fp8 | Fp4, groups: Groups, recipe: Recipe) -> list | None:
+class FannedOut:
+    """Rows to be taken once, so that they last no longer than FC1. No list: FSDP2 copies those that modules are called with."""
+
+    def __init__(self, rows: Tensor | Fp8):
+        self.rows = rows
+
+    def take(self) -> Tensor | Fp8 | None:
+        rows, self.rows = self.rows, None
+        return rows
+
+
+def fan_out(read: Tensor | Fp8 | Fp4, groups: Groups, recipe: Recipe) -> FannedOut | None:
     """What FC1 reads of tokens that arrived, for `experts` to take; None where it quantises them first."""
-    return None if recipe.compute == "fp8" and isinstance(read, Tensor) else [_fan_out_rows(read, groups, recipe.compute)]
+    if recipe.compute == "fp8" and isinstance(read, Tensor):
+        return None
+    return FannedOut(_fan_out_rows(read, groups, recipe.compute))
 
 
 def _fan_out_cols(kept: Tensor | Fp8 | Fp4, groups: Groups, compute: str) -> Tensor | Fp8:
@@ -1242,24 +1265,28 @@ def _expert_operands(weight: Tensor, recipe: Recipe, dtype: torch.dtype, fill: C
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Forward: fan out, FC1, SwiGLU, FC2, sum. Keeps x (source) before fan-out, h (unless recomputed), rows of pairs and weights.
+    """Forward: fan out, unless dispatch did, FC1, SwiGLU, FC2, sum. Keeps x (source) before fan-out, h (unless recomputed), rows
+    of pairs and weights.
 
     The other routing maps are made again in backward: that costs one small launch, keeping them 4 bytes a row. What is `dense`
     has none of its own, and is kept as it is."""
 
     @staticmethod
-    def forward(ctx, x, weights_TK, w13, w2, groups, recipe, read, source, recompute, depart, rows):
+    def forward(ctx, x, weights_TK, w13, w2, groups, recipe, read, source, recompute, depart, fanned_out):
         ctx.recipe, ctx.dtype, ctx.depart, ctx.dense = recipe, x.dtype, depart, groups if groups.dense else None
         fill_w13, fill_w2 = _fills(w2, x, recipe)
         # h in full is freed here, unless it is what is kept: nothing else refers to it
-        a_M, h_kept = _swiglu_forward(_SwiGLU.fc1(read, w13, groups, recipe, x.dtype, fill_w13, rows), weights_TK, groups, recipe)
+        a_M, h_kept = _swiglu_forward(
+            _SwiGLU.fc1(read, w13, groups, recipe, x.dtype, fill_w13, fanned_out), weights_TK, groups, recipe)
         _save(ctx, weights_TK, w13, w2, None if groups.dense else groups.kept, source, None if recompute else h_kept)
         del h_kept
         return _sum_rows(_grouped_mm(a_M, _expert_operands(w2, recipe, x.dtype, fill_w2)[0], groups, x.dtype), groups)
 
     @staticmethod
-    def fc1(read, w13, groups, recipe, dtype, fill, rows=None):
-        x_M = rows.pop() if rows else _fan_out_rows(read, groups, recipe.compute)
+    def fc1(read, w13, groups, recipe, dtype, fill, fanned_out=None):
+        x_M = fanned_out.take() if fanned_out is not None else None
+        if x_M is None:
+            x_M = _fan_out_rows(read, groups, recipe.compute)
         return _grouped_mm(x_M, _expert_operands(w13, recipe, dtype, fill)[0], groups, dtype)
 
     @staticmethod
@@ -1349,7 +1376,7 @@ def mlp(x: Activation, w13: Tensor, w2: Tensor, recompute: bool = False) -> Tens
 
 def experts(x: Tensor, ids: Tensor | Groups, weights: Tensor, w13: Tensor, w2: Tensor, recipe: Recipe = RECIPES["bf16"],
             payload: Fp8 | Fp4 | None = None, recompute: bool = False, num_pairs: int | None = None,
-            depart: Callable[[Tensor, Tensor], None] | None = None, rows: list | None = None) -> Tensor:
+            depart: Callable[[Tensor, Tensor], None] | None = None, fanned_out: FannedOut | None = None) -> Tensor:
     """y [T, H]: for each token the sum over its experts of weight * FFN(x), FFN(x) = w2 (silu(w_gate x) * (w_up x)).
 
     x [T, H]; ids [T, K] in 0..E-1, or -1 for none, or the Groups of such; weights [T, K] float32; w13 [E, 2I, H] (gate rows
@@ -1359,8 +1386,8 @@ def experts(x: Tensor, ids: Tensor | Groups, weights: Tensor, w13: Tensor, w2: T
     recompute: h is not kept but rebuilt, in full, by one FC1 GEMM from the bits that forward read, which are then what is kept
     of x, also where `save` is narrower. num_pairs: how many ids are not -1, where the caller knows; on a GPU memory is laid out
     for that many, or for all; Groups know themselves. depart: called in backward with the gradients of x and weights as soon as
-    they are there, before that of w13; then x and weights must have no other reader. rows: of `fan_out`, which is done here where
-    it is None or empty; taken out, so that it lasts no longer than FC1. ValueError for shapes that do not fit.
+    they are there, before that of w13; then x and weights must have no other reader. fanned_out: of `fan_out`, which is done here
+    where there is none. ValueError for shapes that do not fit.
     """
     _check_call("experts", x, recipe)
     _check_experts(x, ids, weights, w13, w2)
@@ -1372,7 +1399,8 @@ def experts(x: Tensor, ids: Tensor | Groups, weights: Tensor, w13: Tensor, w2: T
         activation = quantize(x, recipe)
         read, kept = activation.read, x if recipe.save == "bf16" else activation.kept
     groups = ids if isinstance(ids, Groups) else group_rows(ids, len(w13), num_pairs)
-    return _SwiGLU.apply(x, weights, w13, w2, groups, recipe, read, read if recompute else kept, recompute, depart, rows)
+    return _SwiGLU.apply(x, weights, w13, w2, groups, recipe, read, read if recompute else kept, recompute, depart,
+                         fanned_out)
 
 
 def _check_call(name: str, x: Tensor, recipe: Recipe):

@@ -13,6 +13,7 @@ import pickle
 import tempfile
 import time
 import traceback
+import weakref
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import model as model_module
 import quant
@@ -204,7 +205,7 @@ def layer(recipe, x, ids, weights, w13, w2, dy, group):
     num_experts = len(w13) * (group.size() if group else 1)
     got = dispatch(quant.quantize(x, recipe, wire=recipe.dispatch), ids, weights, group, num_experts)
     y = combine(quant.experts(got.x, got.ids, got.weights, w13, w2, recipe, got.payload, num_pairs=got.num_pairs,
-                              depart=got.depart), got)
+                              depart=got.depart, fanned_out=got.fanned_out), got)
     y.backward(dy)
     return y.detach(), *(t.grad for t in leaves)
 
@@ -472,6 +473,23 @@ def check_the_readme_example():
     assert all(torch.equal(got[k], want[k]) for k in want)
 
 
+def check_fanned_out_rows_end_with_fc1(recipe, copied):
+    """copied: as FSDP2 hands on what a module is called with (torch 2.11)."""
+    rows, alive, net = [], [], build(recipe, world(), replace(CONFIG, mtp=False))
+    if copied:
+        net.layers[1].ffn.experts.register_forward_pre_hook(lambda _, args: tree_unflatten(*tree_flatten(args)))
+
+    def fan_out(*args):
+        made = inner(*args)
+        rows.extend(map(weakref.ref, tree_leaves(made.rows)))
+        return made
+
+    watching = lambda *args: alive.append(sum(row() is not None for row in rows)) or swiglu(*args)
+    with patched(quant, "fan_out", fan_out) as inner, patched(quant, "_swiglu_forward", watching) as swiglu:
+        net(*batches(dist.get_world_size())[dist.get_rank()])
+    assert rows and alive == [0, 0, 0], alive  # of the dense layer, the experts, the shared expert
+
+
 def check_what_is_kept(recipe):
     """To the byte what model.kept_bytes says for the tokens that came, as in test_model.py for one rank: no message."""
     config, T, ranks = test_model.WIDE, 8 * 16, dist.get_world_size()
@@ -537,6 +555,8 @@ def checks(ranks):
         return table
     for name in RECIPES:
         table[f"kept, {name}"] = check_what_is_kept, name
+        for copied in (False, True):
+            table[f"rows, {name}{', copied' * copied}"] = check_fanned_out_rows_end_with_fc1, name, copied
     for name in ("bf16", "mxfp4"):
         table[f"gradients, bfloat16, {name}"] = check_gradients_are_those_of_one_process, name, 2, torch.bfloat16
         table[f"kernels, {name}"] = check_the_kernels, name, True
