@@ -1269,6 +1269,22 @@ def data_movement(t):
     yield case("swiglu_backward_bf16", lambda: k.swiglu_backward_bf16(t.da, t.h, t.p, t.pair, t.end),
                I * 6 + P * 6)
     yield case("sum_rows", lambda: k.sum_rows(t.y, t.row), 2 * t.H * (t.pairs + t.T))
+    yield from messages(t)
+
+
+def messages(t):
+    """What a wire makes and reads: of two ranks' where sums are home."""
+    import kernels as k
+
+    beside = t.ids, t.p.view(t.ids.shape)  # as large as places and weights
+    size = lambda name, *others: quant.message_bytes(name, t.H, torch.bfloat16, *((x.dtype, x.shape[1]) for x in others))
+    sent, home = size("fp4", *beside), size("fp8")
+    yield case("fp4 rows to messages", lambda: k.pack_rows(*t.x4, beside, None, sent), 2 * t.T * sent)
+    yield case("quantize to fp8 messages", lambda: k.quantize_to_messages(t.x, (), None, home), t.T * (2 * t.H + home))
+    came, row = k.quantize_to_messages(t.x, (), None, home), torch.arange(t.T, device=t.x.device, dtype=torch.int32)
+    codes, byte = came[:, :t.H].view(torch.float8_e4m3fn), came[:, t.H:t.H + t.H // 128]
+    yield case("sum of fp8 messages", lambda: k.sum_rows(codes, row.view(-1, 2), byte, torch.bfloat16),
+               t.T * (t.H + t.H // 128 + t.H))
 
 
 def unfused_swiglu(t, save="fp8"):
