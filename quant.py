@@ -722,7 +722,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """out += a @ b; a CPU rounds what BF16 operands give to BF16 before."""
     if a.dtype == out.dtype:
         return out.addmm_(a, b)
-    if out.is_cuda:
+    if out.is_cuda and out.dtype == torch.float32:
         return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     return out.add_(a @ b)
 

@@ -160,14 +160,24 @@ def whole_runs(path):
         yield row, found["memory_gib"], found["tokens_per_s_gpu"] * int(row["ranks"])
 
 
-def test_whole_runs_on_several_gpus():
-    """Their network, too, is only predicted."""
-    if not (path := FOLDER / "results" / "h200" / "ep.csv").exists():
-        pytest.skip("results/h200/ep.csv has not been measured")
-    errors = {tuple(row.values())[:9]: (gib / float(row["peak_gib"]) - 1, speed / float(row["tokens_per_s"]) - 1)
-              for row, gib, speed in whole_runs(path)}
-    assert errors and max(abs(memory) for memory, _ in errors.values()) < 0.05, errors
-    assert max(abs(time) for _, time in errors.values()) < 0.10, errors
+def errors_of_whole_runs(name):
+    """[(of memory, of speed)] of a table's runs."""
+    return [(gib / float(row["peak_gib"]) - 1, speed / float(row["tokens_per_s"]) - 1)
+            for row, gib, speed in whole_runs(FOLDER / "results" / "h200" / f"{name}.csv")]
+
+
+@pytest.mark.parametrize("name", ("ep", "small"))
+def test_memory_of_whole_runs(name):
+    errors = errors_of_whole_runs(name)
+    assert errors and max(abs(memory) for memory, _ in errors) < 0.05, errors
+
+
+@pytest.mark.parametrize("name", ("ep", pytest.param("small", marks=pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="the plan is 11 to 23 % too fast there: README, NOTES"))))
+def test_speed_of_whole_runs(name):
+    """On several GPUs their network, too, is only predicted."""
+    errors = errors_of_whole_runs(name)
+    assert errors and max(abs(speed) for _, speed in errors) < 0.10, errors
 
 
 def test_a_row_of_a_whole_run_says_what_is_predicted(tmp_path):
@@ -212,6 +222,17 @@ def test_balance():
     assert flops(busy, "experts") - padding == 2 * (flops(even, "experts") - padding)
     assert flops(busy, "shared") == flops(even, "shared")
     assert model.wire_bytes(busy)["dispatch"] > model.wire_bytes(even)["dispatch"]
+
+
+def test_narrow_weight_gradients_in_parts():
+    """Of a dense layer's 6 tiles on 132 multiprocessors 22 parts are made, so that all work; a lone expert's are not cut."""
+    shape = 1, 131072, 768, 256
+    row = next(row for row in bench.measured("gemm") if (row["shape"], row["gemm"]) == ("small-shared", "Wgrad of FC2, bf16"))
+    as_measured = 1e12 * float(row["sustained_tflops"])
+    assert bench.gemm_rate("fp8", shape, True, dense=True) == pytest.approx(as_measured)
+    assert bench.gemm_rate("fp8", shape, True, dense=False) == pytest.approx(as_measured * 6 / 132)
+    op = model.Op("shared", "fp8", 1e12, shape, True)
+    assert bench.seconds(op._replace(part="experts"), CARD) == pytest.approx(bench.seconds(op, CARD) * 132 / 6)
 
 
 def test_recomputing_saves_memory_and_costs_time():
