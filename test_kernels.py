@@ -934,14 +934,15 @@ def test_bench_calls_every_kernel(monkeypatch, launched):
     monkeypatch.setattr(bench, "bench_kernels", lambda: {"dequantize": "dequantize", "cols": "cols"})
     monkeypatch.setattr(bench, "median_us", lambda work: (work(), 1.0)[1])
     monkeypatch.setattr(bench, "host_us", lambda work: 1.0)
-    monkeypatch.setattr(bench, "SHAPES", {"v3": (264, 8, 8, 256, 128, 327)})
+    for name in ("SHAPES", "LAYER_SHAPES"):
+        monkeypatch.setattr(bench, name, {"v3": (264, 8, 8, 256, 128, 327)})
     groups = [t.zero_() for t in kernels.group_rows(torch.zeros(264, 8, dtype=torch.int32), 8, 1408)]
     monkeypatch.setattr(kernels, "group_rows", lambda *_: groups)
     rows = list(bench.kernel_rows("v3", "jittered", 4.0))
     assert all(set(row) <= set(bench.KERNEL_COLUMNS) for row in rows) and sum(bool(row["times_pair"]) for row in rows) >= 10
     entries = {"_rms_norm", "_rms_norm_backward", "_quantize_rows", "_quantize_pairs", "_quantize_blocks", "_fp8_to_fp4",
                "_fp4_to_fp8_rows", "_fp4_to_fp8_cols", "_fan_out_rows", "_fp8_rows_to_cols", "_swiglu", "_swiglu_backward",
-               "_sum_rows", "_regroup_rows", "_place_tokens", "dequantize", "cols"}
+               "_sum_rows", "_regroup_rows", "_place_tokens", "_pack_rows", "_quantize_to_messages", "dequantize", "cols"}
     assert entries <= launched
 
 
@@ -950,7 +951,7 @@ def test_bench_of_gemms(monkeypatch, launched):
     import bench
     monkeypatch.setattr(bench, "take_turns", lambda works, _: [(work(), 100.0)[1] for work in works])
     monkeypatch.setattr(bench, "sustained_us", lambda work: 125.0)
-    monkeypatch.setattr(bench, "GEMM_SHAPES", {"v3": (3, 640, 256, 128)})
+    monkeypatch.setattr(bench, "GEMM_SHAPES", {"v3": (3, 640, 256, 128), "one": (1, 640, 256, 128)})
     monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: True)
     monkeypatch.setattr(F, "scaled_mm", lambda *_, **__: True)
     monkeypatch.setattr(F, "grouped_mm", lambda a, b, offs: a.new_zeros(*(len(offs),) * (b.dim() == 2), len(a), b.shape[-1]))
@@ -960,6 +961,9 @@ def test_bench_of_gemms(monkeypatch, launched):
         assert len(rows) == 9 and all(set(row) <= set(bench.GEMM_COLUMNS) for row in rows) and "_gemm" in launched
         assert [bool(row["times_scaled_mm_loop"]) for row in rows] == [True] * 4 + [False] * 5
         assert all(row["sustained_tflops"] == pytest.approx(0.8 * row["tflops"], abs=0.1) for row in rows)
+    monkeypatch.setattr(F, "grouped_mm", None)  # a single expert's GEMMs are beside matmul
+    rows = list(bench.gemm_rows("one", "balanced"))
+    assert len(rows) == 8 and all(row["times_bf16_grouped"] for row in rows)
     assert sum(bench.group_sizes(8, 32768, "jittered")) <= 32768 and 0 in bench.group_sizes(8, 32768, "jittered")
 
 
