@@ -76,7 +76,7 @@ from quant import RECIPES
 ARMS = {name: name for name in RECIPES} | {"bf16-again": "bf16", "paper": "mxfp4"}  # what `loss` trains: its precision
 NOTED = ("device", "driver", "torch", "triton", "commit", "date")  # the last columns of each table: `environment`
 COLUMNS = ("precision", "seed", "steps", "fork", "val_loss", "val_loss_quantized", "seconds", *NOTED)
-SUMMARY_COLUMNS = ("precision", "steps", "fork", "seeds", "val_loss", "percent_from_bf16", "percent_low", "percent_high",
+SUMMARY_COLUMNS = ("precision", "against", "steps", "fork", "seeds", "val_loss", "percent", "percent_low", "percent_high",
                    "percent_median", "percent_by_seed", *NOTED)
 # 97.5 % points of Student's t for 1, 2, ... degrees of freedom
 T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
@@ -160,8 +160,8 @@ def loss(args, flags):
     Small models stay on a plateau for a time that differs from run to run, and that hides the rest. --fork=STEP: bf16 trains
     each seed to that step (folders trunk-SEED), and from there on every precision goes on by itself, bf16 too.
 
-    Leaves in --out a folder a run, loss.csv, loss_summary.csv (mean deviation from bf16, paired by seed, with its 95 %
-    interval), loss_curves.csv (running means of the training loss) and loss.png. Run again, the same command does what is
+    Leaves in --out a folder a run, loss.csv, loss_summary.csv (mean deviation of each from the others, paired by seed, with
+    its 95 % interval), loss_curves.csv (running means of the training loss) and loss.png. Run again, the same command does what is
     missing: finished runs stay, one that was cut goes on. --slice_minutes cuts it into portions, --runs=1/2 and --runs=2/2
     share the runs, with --fork the seeds, between two processes, each with a GPU of its own (CUDA_VISIBLE_DEVICES). A finished
     run's ckpt folder may be deleted.
@@ -349,30 +349,36 @@ def curves_table(folders, path):
 
 
 def summary(rows, folder):
-    """A line a precision, and a row of <folder>/loss_summary.csv: mean validation loss over the seeds, and how far it lies
-    from bf16's, seed by seed, with the mean's 95 % interval."""
-    reference = {row["seed"]: row["val_loss"] for row in rows if row["precision"] == "bf16"}
-    lines, summaries = [], []
-    order = {arm: list(ARMS).index(arm.split()[0]) for arm in sorted(row["precision"] for row in rows)}
-    for precision in sorted(order, key=order.get):
-        runs = sorted((row for row in rows if row["precision"] == precision), key=lambda row: row["seed"])
-        seeds = [row["seed"] for row in runs]
-        row = runs[0] | {"val_loss": statistics.mean(row["val_loss"] for row in runs), "seeds": " ".join(map(str, seeds))}
-        line = f"{precision:6} val loss {row['val_loss']:.4f}, mean of seeds {', '.join(map(str, seeds))}"
-        off = [100 * (row["val_loss"] / reference[row["seed"]] - 1) for row in runs if row["seed"] in reference]
-        if off and precision != "bf16":
-            mean, half = interval(off)
-            row |= {"percent_from_bf16": round(mean, 4), "percent_by_seed": " ".join(f"{x:.4f}" for x in off)}
-            line += f"; {mean:+.2f} % from bf16"
-            if half < math.inf:
-                row |= {"percent_low": round(mean - half, 4), "percent_high": round(mean + half, 4),
-                        "percent_median": round(statistics.median(off), 4)}
-                line += f", 95 % interval {mean - half:+.2f} to {mean + half:+.2f}, median {row['percent_median']:+.2f}"
-            line += f" (by seed: {', '.join(f'{x:+.2f}' for x in off)})"
-        lines.append(line)
-        summaries.append({name: row.get(name, "") for name in SUMMARY_COLUMNS})
-    write_table(folder / "loss_summary.csv", SUMMARY_COLUMNS, summaries)
+    """Lines, and rows of <folder>/loss_summary.csv: of each precision the mean validation loss over its seeds, then how far it
+    lies from each precision before it, bf16 first, paired by seed, with the mean's 95 % interval."""
+    losses, lines, summaries = {}, [], []
+    for arm in sorted({row["precision"] for row in rows}, key=lambda arm: (list(ARMS).index(arm.split()[0]), arm)):
+        runs = sorted((row for row in rows if row["precision"] == arm), key=lambda row: row["seed"])
+        mine = {row["seed"]: row["val_loss"] for row in runs}
+        row = runs[0] | {"val_loss": statistics.mean(mine.values()), "seeds": " ".join(map(str, mine))}
+        lines.append(f"{arm:6} val loss {row['val_loss']:.4f}, mean of seeds {', '.join(map(str, mine))}")
+        summaries.append(row)
+        for other, theirs in losses.items():
+            if off := [100 * (loss / theirs[seed] - 1) for seed, loss in mine.items() if seed in theirs]:
+                found, text = deviation(off)
+                lines.append(f"       from {other}: {text}")
+                summaries.append(row | {"against": other} | found)
+        losses[arm] = mine
+    write_table(folder / "loss_summary.csv", SUMMARY_COLUMNS,
+                [{name: row.get(name, "") for name in SUMMARY_COLUMNS} for row in summaries])
     return "\n".join(lines)
+
+
+def deviation(percents):
+    """(columns of a summary, the same in words) of deviations, one a seed."""
+    mean, half = interval(percents)
+    found = {"percent": round(mean, 4), "percent_by_seed": " ".join(f"{x:.4f}" for x in percents)}
+    by_seed = f"(by seed: {', '.join(f'{x:+.2f}' for x in percents)})"
+    if half == math.inf:
+        return found, f"{mean:+.2f} % {by_seed}"
+    low, high, median = mean - half, mean + half, statistics.median(percents)
+    return (found | {"percent_low": round(low, 4), "percent_high": round(high, 4), "percent_median": round(median, 4)},
+            f"{mean:+.2f} %, 95 % interval {low:+.2f} to {high:+.2f}, median {median:+.2f} {by_seed}")
 
 
 def interval(values):
@@ -646,8 +652,8 @@ def plot_runs(folders, path):
     with plt.rc_context(RULES):
         bf16 = arms.get("bf16", {})
         curves = {name: {seed: running_mean(rows, longest) for seed, rows in runs.items()} for name, runs in arms.items()}
-        wide = (5, 5, 5) if others else (5,)
-        figure, (panels,) = plt.subplots(1, len(wide), figsize=(4 * len(wide), 3.6), layout="constrained", width_ratios=wide,
+        wide = (4, 4, max(4, 1.4 * len(others))) if others else (4,)  # inches: names and means stand below the last
+        figure, (panels,) = plt.subplots(1, len(wide), figsize=(sum(wide), 3.6), layout="constrained", width_ratios=wide,
                                          squeeze=False)
         free = [colour for colour in MORE_COLOURS if colour not in map(COLOURS.get, curves)]
         more, ends = itertools.cycle(free), {}
