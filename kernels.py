@@ -714,26 +714,28 @@ def _quantize_blocks(w, w_expert, w_row, w_col, data, scale, data_t, scale_t, N,
 # -----------------------------------------------------------------------------
 # RMSNorm, quantised as it is computed
 
-@triton.jit
-def _rms_norm(x, pitch, weight, y, data8, scale8, s_row, s_col, data4, scale4, eps, K: tl.constexpr, C: tl.constexpr):
-    """A row a program, a chunk of C columns at a time; x, y and weight (int64) in pairs, rows of x `pitch` pairs apart. What is
+@triton.jit(do_not_specialize=["M"])
+def _rms_norm(x, pitch, weight, y, data8, scale8, s_row, s_col, data4, scale4, eps, M, K: tl.constexpr, C: tl.constexpr,
+              R: tl.constexpr):
+    """R rows a program, a chunk of C columns at a time; x, y and weight (int64) in pairs, rows of x `pitch` pairs apart. What is
     quantised is the bfloat16 y."""
-    row, r, c = _origin(tl.program_id(0), 1), tl.arange(0, 1), tl.arange(0, C // 2)
-    total = tl.zeros((1, C // 2), tl.float32)
+    row, r, c = _origin(tl.program_id(0), R), tl.arange(0, R), tl.arange(0, C // 2)
+    end = M if R > 1 else row + 1
+    total = tl.zeros((R, C // 2), tl.float32)
     chunks = ()
     for tile in tl.static_range((K + C - 1) // C):
-        chunks += (_load(x, row, r, tile * (C // 2), c, pitch, 1, row + 1, K // 2),)
+        chunks += (_load(x, row, r, tile * (C // 2), c, pitch, 1, end, K // 2),)
         first, second = _unpair(chunks[tile])
         total = tl.fma(first, first, tl.fma(second, second, total))
     factor = tl.rsqrt(tl.sum(total, 1) / K + eps)[:, None]
     for tile in tl.static_range((K + C - 1) // C):
         first, second = _unpair(chunks[tile])
-        w = _load(weight, 0, r, tile * (C // 2), c, 0, 1, 1, K // 2)  # in x's shape, so that Triton gives it x's layout
+        w = _load(weight, 0, r, tile * (C // 2), c, 0, 1, R, K // 2)  # in x's shape, so that Triton gives it x's layout
         words = _pair(first * factor * _from_bits(w.to(tl.int32)), second * factor * _from_bits((w >> 32).to(tl.int32)))
         if y is not None:
-            _store(y, words, row, r, tile * (C // 2), c, K // 2, 1, row + 1, K // 2)
+            _store(y, words, row, r, tile * (C // 2), c, K // 2, 1, end, K // 2)
         tile_k = tl.full((), tile, tl.int32)  # a tensor, as the index maps want, but a constant
-        _store_pairs_as(words, data8, scale8, s_row, s_col, data4, scale4, row, r, tile_k, C, row + 1, K)
+        _store_pairs_as(words, data8, scale8, s_row, s_col, data4, scale4, row, r, tile_k, C, end, K)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -2753,8 +2755,9 @@ def rms_norm(x, weight, eps, bf16=True, fp8=False, fp4=False):
     rows8 = _new_fp8_rows(x, M, K) if fp8 else (None, None)
     rows4 = _new_fp4_rows(x, M, K) if fp4 else (None, None)
     C = min(1024, max(128, 1 << (K - 1).bit_length()))
-    _launch(_rms_norm, M, words, pitch, weight.view(torch.int64), _words(y), *_fp8_out(rows8), _words(rows4[0]), rows4[1], eps, K,
-            C)
+    R = 1 if K > 1024 else 2048 // C  # a program of one narrow row takes longer to begin than to do
+    _launch(_rms_norm, _cdiv(M, R), words, pitch, weight.view(torch.int64), _words(y), *_fp8_out(rows8), _words(rows4[0]),
+            rows4[1], eps, M, K, C, R)
     return y, *rows8, *rows4
 
 
@@ -2762,7 +2765,8 @@ def rms_norm_backward(dy, x, weight, eps):
     """dy, x [M, K] bfloat16 -> dx [M, K] bfloat16, dw [K] float32."""
     (M, K), (words, pitch) = x.shape, _words_apart(x)
     num_warps = 4 if K > 4096 else 2 if K > 2048 else 1
-    programs = min(M, 8 // num_warps * _multiprocessors(x))
+    warps = 8 if K > 1024 else min(16384 // K, 32)  # narrow rows: as many bytes on their way
+    programs = min(M, warps // num_warps * _multiprocessors(x))
     dx, dw = torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty((programs, K), dtype=torch.float32)
     _launch(_rms_norm_backward, programs, _words(dy), words, pitch, weight, _words(dx), dw, eps, M, K,
             _power_of_2(K // 2), num_warps=num_warps)
