@@ -2279,7 +2279,8 @@ class Card(NamedTuple):
 CARDS = {"h200": Card(139.8, 989, 4.27), "h100-80g": Card(79.1, 989, 2.98), "h800-80g": Card(79.1, 989, 2.98, 4 / 9),
          "h20-96g": Card(95.2, 148, 3.56)}
 BETWEEN_HOSTS = 50  # GB/s a direction and GPU, with a 400 Gbit/s adapter each
-ATTENTION = 538e12, 417e12  # FLOP/s of cuDNN on an H200, causal, 4096 tokens: forward; forward and backward, seven products
+# FLOP/s of cuDNN on an H200, causal, 4096 tokens, heads of 192 and 128: forward; forward and backward, seven products
+ATTENTION = 538e12, 417e12
 LAUNCHES = 150  # of a MoE layer, forward and backward, as profiles of slices counted them (145 to 155)
 ONCE = "optimizer", "weights", "gradients of copies"  # a step, not a micro-batch
 PLAN_DEFAULTS = "--preset=v3", "--seq_len=4096", "--batch_size=1", "--moments=bf16"
@@ -2389,12 +2390,14 @@ def step_ms(s, card, ranks=1, wire_gb_s=0):
     """Milliseconds by what: of one micro-batch (forward, backward, what the wire adds), and of what comes once a step.
 
     ranks: of a stage, over which gradients are added up. The wire is inside a host up to 8 ranks, unless wire_gb_s says."""
-    work, ms = model.micro_batch_work(s), dict.fromkeys(("GEMMs", "attention", "data movement"), 0.0)
-    for op in work["layers"] + work["ends"]:
-        what = "GEMMs" if op.shape else "attention" if op.kind.startswith("attention") else "data movement"
-        ms[what] += 1e3 * seconds(op, card)
-    launches = LAUNCHES * len(s.layers)
-    ms["small launches"] = 1e-3 * max(launches - len(work["layers"]), 0) * shortest_us()
+    work, launches, busy = model.micro_batch_work(s), LAUNCHES * len(s.layers), 1
+    for _ in range(2):
+        ms = dict.fromkeys(("GEMMs", "attention", "data movement"), 0.0)
+        for op in work["layers"] + work["ends"]:
+            what = "GEMMs" if op.shape else "attention" if op.kind.startswith("attention") else "data movement"
+            ms[what] += 1e3 * seconds(op, card, busy)
+        ms["small launches"] = 1e-3 * max(launches - len(work["layers"]), 0) * shortest_us()
+        busy = ms["GEMMs"] / sum(ms.values())
     ms["waiting for the host"] = max(1e-3 * launches * host_cost() - sum(ms.values()), 0)
     computing = sum(ms.values())
     speed = lambda n: 1e6 * (wire_gb_s or (card.nvlink * wire_rate() if n <= 8 else BETWEEN_HOSTS))  # bytes a ms
@@ -2457,15 +2460,17 @@ def shortest_us():
 
 
 @functools.cache
-def seconds(op, card):
-    """Of a model.Op on a card. A GEMM has the rate of the measured one that is nearest in rows an expert, N and K, a kernel that
-    of its nearest in bytes; what no table has moves at the speed of a copy."""
+def seconds(op, card, busy=1):
+    """Of a model.Op on a card that spends a share `busy` of its time on GEMMs, whose power is what slows them. A GEMM takes as
+    long as the measured one that is nearest in rows an expert, N and K, between one after a pause and one back to back; a kernel
+    has the speed of its nearest in bytes; what no table has moves at the speed of a copy."""
     faster, moves = card.tflops / CARDS["h200"].tflops, 1e12 * card.copy / CARDS["h200"].copy
     if op.shape:
-        return op.amount / faster / gemm_rate(op.kind, op.shape, op.wgrad, op.part != "experts")
+        paused, back_to_back = (op.amount / faster / gemm_rate(op.kind, op.shape, op.wgrad, op.part != "experts", column)
+                                for column in ("tflops", "sustained_tflops"))
+        return paused + busy * (back_to_back - paused)
     if op.kind.startswith("attention"):
-        forward, both = ATTENTION
-        return op.amount / faster / (forward if op.kind == "attention" else 5 / (7 / both - 2 / forward))
+        return op.amount / faster / attention_rate(op.kind)
     rows = [row for row in measured("kernels") if row["kernel"] == op.kind]
     if not rows:
         return op.amount / card.copy / 1e12
@@ -2473,10 +2478,18 @@ def seconds(op, card):
     return op.amount / moves / float(row["tb_per_s"])
 
 
+def attention_rate(kind):
+    """FLOP/s on an H200; backward without what cuDNN moves around it, which model.Work counts by itself."""
+    (forward, both), product, moved = ATTENTION, 4096 * (192 + 128) / 2, 4 * 128 + 6 * 192  # of a head and token: FLOPs, bytes
+    if kind == "attention":
+        return forward
+    return 5 * product / (7 * product / both - 2 * product / forward - moved / CARDS["h200"].copy / 1e12)
+
+
 @functools.cache
-def gemm_rate(kind, shape, wgrad, dense):
-    """FLOP/s on an H200, back to back: of the nearest measured GEMM, times how much fuller or emptier the last wave of tiles
-    is."""
+def gemm_rate(kind, shape, wgrad, dense, column):
+    """FLOP/s on an H200: of the nearest measured GEMM, times how much fuller or emptier the last wave of tiles is. column: of
+    gemm.csv."""
     def full(E, M, N, K, dense):
         tiles = E * math.ceil((N if wgrad else M / E) / 128) * math.ceil((K if wgrad else N) / 256)
         if wgrad and dense:  # tokens are cut into parts: see kernels.grouped_wgrad; cuBLAS does so, too
@@ -2489,8 +2502,7 @@ def gemm_rate(kind, shape, wgrad, dense):
         if row["N"] and row["gemm"].startswith("Wgrad") == wgrad and "float32" not in row["gemm"]:
             have = tuple(float(row[name]) for name in "EMNK")
             if nearest is None or away(shape, have) < away(shape, nearest):
-                nearest = have
-                rate = 1e12 * float(row["sustained_tflops"]) / (1 if kind == "fp8" else float(row["times_bf16_grouped"]))
+                nearest, rate = have, 1e12 * float(row[column]) / (1 if kind == "fp8" else float(row["times_bf16_grouped"]))
     return rate * full(*shape, dense) / full(*nearest, nearest[0] == 1)
 
 

@@ -1710,6 +1710,8 @@ class Work:
         self.linear_backward("linears", *shapes["wo"], "bf16")
         half = s.tokens * s.seq_len * c.n_heads * (c.qk_dim + c.v_dim)
         self.ops.append(Op("attention", "attention, backward", 2.5 * half))  # five products of the same size
+        # and what cuDNN does around them: dO times O, dq from float32
+        self.ops.append(Op("attention", "copy", s.tokens * c.n_heads * (4 * c.v_dim + 6 * c.qk_dim)))
         self.heads()
         for latent, name in ((c.q_lora, "wq_b"), (c.kv_lora, "wkv_b")):
             if latent:

@@ -122,12 +122,18 @@ def test_wire():
 
 def test_a_measured_gemm_and_kernel_take_what_was_measured():
     fc1 = model.Op("experts", "fp8", 2 * 32768 * 4096 * 7168, (8, 32768, 4096, 7168))
-    row = next(row for row in bench.measured("gemm") if (row["shape"], row["groups"], row["gemm"]) == ("v3", "balanced", "FC1"))
-    us = fc1.amount / 1e6 / float(row["sustained_tflops"])
+    find = lambda table, **values: next(row for row in bench.measured(table) if values.items() <= row.items())
+    row = find("gemm", shape="v3", groups="balanced", gemm="FC1")
+    us, paused = (fc1.amount / 1e6 / float(row[name]) for name in ("sustained_tflops", "tflops"))
     assert 1e6 * bench.seconds(fc1, CARD) == pytest.approx(us)
+    assert 1e6 * bench.seconds(fc1, CARD, busy=0.25) == pytest.approx(0.25 * us + 0.75 * paused)
     assert 1e6 * bench.seconds(fc1._replace(kind="bf16"), CARD) == pytest.approx(us * float(row["times_bf16_grouped"]))
     add = model.Op("norms", "rms_norm_backward", 26400 * 7168 * 6)
-    assert 1e6 * bench.seconds(add, CARD) == pytest.approx(265.31, rel=1e-2)
+    row = find("kernels", shape="v3", groups="balanced", kernel="rms_norm_backward")
+    assert 1e6 * bench.seconds(add, CARD) == pytest.approx(float(row["us"]), rel=1e-2)
+    products = [model.Op("attention", kind, n * 4096**2 * 160) for kind, n in (("attention", 2), ("attention, backward", 5))]
+    around = model.Op("attention", "copy", 4096 * (4 * 128 + 6 * 192))
+    assert sum(bench.seconds(op, CARD) for op in (*products, around)) == pytest.approx(7 * 4096**2 * 160 / bench.ATTENTION[1])
     half = CARD._replace(tflops=CARD.tflops / 2, copy=CARD.copy / 2)
     for op in fc1, add, model.Op("attention", "attention", 1e12), model.Op("residual", "copy", 1e9):
         assert bench.seconds(op, half) == pytest.approx(2 * bench.seconds(op, CARD))
@@ -228,9 +234,10 @@ def test_narrow_weight_gradients_in_parts():
     """Of a dense layer's 6 tiles on 132 multiprocessors 22 parts are made, so that all work; a lone expert's are not cut."""
     shape = 1, 131072, 768, 256
     row = next(row for row in bench.measured("gemm") if (row["shape"], row["gemm"]) == ("small-shared", "Wgrad of FC2, bf16"))
-    as_measured = 1e12 * float(row["sustained_tflops"])
-    assert bench.gemm_rate("fp8", shape, True, dense=True) == pytest.approx(as_measured)
-    assert bench.gemm_rate("fp8", shape, True, dense=False) == pytest.approx(as_measured * 6 / 132)
+    for column in ("tflops", "sustained_tflops"):
+        as_measured = 1e12 * float(row[column])
+        assert bench.gemm_rate("fp8", shape, True, True, column) == pytest.approx(as_measured)
+        assert bench.gemm_rate("fp8", shape, True, False, column) == pytest.approx(as_measured * 6 / 132)
     op = model.Op("shared", "fp8", 1e12, shape, True)
     assert bench.seconds(op._replace(part="experts"), CARD) == pytest.approx(bench.seconds(op, CARD) * 132 / 6)
 
