@@ -179,7 +179,7 @@ def test_memory_of_whole_runs(name):
 
 
 @pytest.mark.parametrize("name", ("ep", pytest.param("small", marks=pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the plan is 11 to 23 % too fast there: README, NOTES"))))
+    strict=True, raises=AssertionError, reason="the plan of two ranks is 12.5 % too fast: README, NOTES"))))
 def test_speed_of_whole_runs(name):
     """On several GPUs their network, too, is only predicted."""
     errors = errors_of_whole_runs(name)
