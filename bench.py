@@ -630,7 +630,8 @@ def plot(args, flags):
     """Draws tables into a PNG beside each, and the losses of runs, given by their out_dir, into one PNG.
 
     A table is a csv that kernels, gemm, layer, train, comm or error wrote; which of them is read off its columns, and whether
-    rows of train are of several micro-batches in flight."""
+    rows of train are of several micro-batches in flight. Or one of curves, as loss writes: a column of losses for each run,
+    NAME-SEED, by step; how far they lie from the first name's is drawn beside them."""
     if flags:
         raise ValueError(f"bench.py plot has no flag {flags[0]}: see bench.py plot --help.")
     tables = [path for path in args.given if path.suffix == ".csv"]
@@ -684,6 +685,30 @@ def plot_runs(folders, path):
         figure.savefig(path, dpi=160)
         plt.close(figure)
     print(f"wrote {path}")
+
+
+def plot_curves(names, rows, out):
+    """Two panels of a table of curves: running means of losses, and how far they lie from the first name's of the same seed."""
+    plt, curves = pyplot(), {}
+    for run in names:
+        name, _, seed = run.rpartition("-")
+        log = [{"step": row["step"], "loss": row[run]} for row in rows if row[run] is not None]
+        curves.setdefault(name, {})[seed] = running_mean(log, len(rows))
+    reference, more = next(iter(curves.values())), itertools.cycle(map(COLOURS.get, ("bf16", "fp8", "mxfp4", "paper")))
+    with plt.rc_context(RULES):
+        figure, panels = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+        for name, runs in curves.items():
+            colour = COLOURS.get(name) or next(more)
+            draw_seeds(panels[0], runs, colour, name, False)
+            off = {seed: {step: 100 * (loss / reference[seed][step] - 1) for step, loss in curve.items() if step in reference[seed]}
+                   for seed, curve in runs.items() if seed in reference}
+            draw_seeds(panels[1], off, colour, name, runs is not reference)
+        for panel, title, unit in zip(panels, ("training loss", f"against {next(iter(curves))}, by seed"), ("nats a token", "%")):
+            panel.set(title=title, xlabel="optimizer step", ylabel=unit)
+        panels[0].legend()
+        figure.savefig(out, dpi=160)
+        plt.close(figure)
+    print(f"wrote {out}")
 
 
 def arms_of(folders):
@@ -759,9 +784,13 @@ def plot_table(path, out):
     with path.open(newline="") as file:
         table = csv.DictReader(file)
         rows = list(map(numbers, table))
-        draw = next((draw for draw, columns in kinds.items() if set(columns) <= set(table.fieldnames or ())), None)
+        names = table.fieldnames or ()
+        draw = next((draw for draw, columns in kinds.items() if set(columns) <= set(names)), None)
+    if rows and names[0] == "step" and all(re.fullmatch(r".+-\d+", name) for name in names[1:]):
+        return plot_curves(names[1:], rows, out)
     if not draw or not rows:
-        raise ValueError(f"{path} is no table of bench.py kernels, gemm, layer, train, comm or error{' with rows' * bool(draw)}.")
+        raise ValueError(f"{path} is no table of bench.py kernels, gemm, layer, train, comm or error, or of curves"
+                         f"{', with rows' * bool(draw)}.")
     plt = pyplot()
     from PIL import Image  # matplotlib needs it too
 

@@ -241,6 +241,19 @@ def test_pictures_of_errors_and_of_runs_in_flight(tmp_path):
         assert picture.startswith(b"\x89PNG") and 10_000 < len(picture) < 200_000
 
 
+def test_picture_of_curves(tmp_path, capsys):
+    """Two seeds of two names, one of which ended early; then a column that is no run's."""
+    pytest.importorskip("matplotlib")
+    path, columns = tmp_path / "curves.csv", ("step", "one GPU-0", "one GPU-1", "two-0", "two-1")
+    rows = [dict(zip(columns, (step, 2 / step, 3 / step, 2.1 / step, 3.1 / step if step < 20 else ""))) for step in range(1, 41)]
+    bench.write_table(path, columns, rows)
+    bench.main(["plot", str(path)])
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG") and "wrote" in capsys.readouterr().out
+    bench.write_table(path, ("step", "loss"), [{"step": 1, "loss": 2}])
+    with pytest.raises(ValueError, match="or of curves"):
+        bench.main(["plot", str(path)])
+
+
 def test_pictures_of_the_readme_are_there():
     """And of each the table that it draws."""
     linked = re.findall(r"!\[[^]]+\]\(([^)]+)\)", (FOLDER / "README.md").read_text())
