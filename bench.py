@@ -2310,7 +2310,7 @@ CARDS = {"h200": Card(139.8, 989, 4.27), "h100-80g": Card(79.1, 989, 2.98), "h80
 BETWEEN_HOSTS = 50  # GB/s a direction and GPU, with a 400 Gbit/s adapter each
 # FLOP/s of cuDNN on an H200, causal, 4096 tokens, heads of 192 and 128: forward; forward and backward, seven products
 ATTENTION = 538e12, 417e12
-LAUNCHES = 150  # of a MoE layer, forward and backward, as profiles of slices counted them (145 to 155)
+LAUNCHES = 150  # of a MoE layer, forward and backward, as profiles of slices count them (133 to 161)
 ONCE = "optimizer", "weights", "gradients of copies"  # a step, not a micro-batch
 PLAN_DEFAULTS = "--preset=v3", "--seq_len=4096", "--batch_size=1", "--moments=bf16"
 ASSUMED = """\
