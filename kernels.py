@@ -715,8 +715,8 @@ def _quantize_blocks(w, w_expert, w_row, w_col, data, scale, data_t, scale_t, N,
 # RMSNorm, quantised as it is computed
 
 @triton.jit(do_not_specialize=["M"])
-def _rms_norm(x, pitch, weight, y, data8, scale8, s_row, s_col, data4, scale4, eps, M, K: tl.constexpr, C: tl.constexpr,
-              R: tl.constexpr):
+def _rms_norm(x, pitch: tl.constexpr, weight, y, data8, scale8, s_row, s_col, data4, scale4, eps, M, K: tl.constexpr,
+              C: tl.constexpr, R: tl.constexpr):
     """R rows a program, a chunk of C columns at a time; x, y and weight (int64) in pairs, rows of x `pitch` pairs apart. What is
     quantised is the bfloat16 y."""
     row, r, c = _origin(tl.program_id(0), R), tl.arange(0, R), tl.arange(0, C // 2)
@@ -739,7 +739,7 @@ def _rms_norm(x, pitch, weight, y, data8, scale8, s_row, s_col, data4, scale4, e
 
 
 @triton.jit(do_not_specialize=["M"])
-def _rms_norm_backward(dy, x, pitch, weight, dx, dw, eps, M, K: tl.constexpr, HALF: tl.constexpr):
+def _rms_norm_backward(dy, x, pitch: tl.constexpr, weight, dx, dw, eps, M, K: tl.constexpr, HALF: tl.constexpr):
     """dy, x, dx in pairs, a row at a time; rows of x `pitch` pairs apart. Each program sums dw [programs, K] over its rows: no
     atomics, one order."""
     c = tl.arange(0, HALF)
@@ -2615,9 +2615,12 @@ def _words(x):
 
 
 def _words_apart(x):
-    """The same of x [M, K] whose rows may lie apart, and how many words from one to the next."""
+    """The same of x [M, K] whose rows may lie apart, and how many words from one to the next. What is less aligned than a copy
+    of it would be is copied: a thread would load fewer words at once, and sums would run in another order."""
     size = 4 // x.element_size()
-    if not x.numel() or x.stride(1) != 1 or x.stride(0) % size or x.storage_offset() % size:
+    if x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    if not x.numel() or x.stride(1) != 1 or x.stride(0) * x.element_size() % 16:
         return _words(x), x.shape[1] // size
     return x.view(torch.int32), x.stride(0) // size
 

@@ -466,7 +466,7 @@ def test_fan_out(width):
     assert_same([t[:M] for t in cols_and_rows[2:]], g8)
 
 
-@pytest.mark.parametrize("M, K", [(40, 384), (3, 32), (5, 1408), (1, 2048)])
+@pytest.mark.parametrize("M, K", [(40, 384), (41, 256), (7, 768), (3, 32), (5, 1408), (1, 2048)])
 def test_rms_norm(M, K):
     """As near as bfloat16 allows, and quantised as the reference quantises what came out."""
     x, weight = sample(M, K, torch.bfloat16, 4), torch.randn(K, generator=torch.Generator().manual_seed(1))
@@ -490,14 +490,17 @@ def test_rms_norm_backward():
     assert (dw - w.grad).norm() <= 1e-6 * w.grad.norm()
 
 
-@pytest.mark.parametrize("first, wide", [(0, 320), (64, 320), (0, 257), (1, 320)])
+@pytest.mark.parametrize("first, wide", [(0, 320), (64, 320), (8, 272), (2, 320), (0, 258), (0, 257), (1, 320)])
 def test_rms_norm_of_rows_that_lie_apart(first, wide):
-    """As MLA's latents do, columns of a wider matrix: the same bits as of a copy. (Odd widths and beginnings are copied.)"""
+    """As MLA's latents do, columns of a wider matrix: the same bits as of a copy, whatever is asked for. (Widths and beginnings
+    that no 16 bytes divide are copied.)"""
     whole, weight = sample(37, wide, torch.bfloat16, 5), torch.randn(256, generator=torch.Generator().manual_seed(1))
     dy = torch.randn(37, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
     apart = whole.to(DEVICE)[:, first:first + 256]
     for name, before in (("rms_norm", ()), ("rms_norm_backward", (dy,))):
         assert_same(*(list(run(name, *before, x, weight, 1e-6)[:2 if before else 1]) for x in (apart, apart.contiguous())))
+    whole = run("rms_norm", apart.contiguous(), weight, 1e-6, True, True, True)
+    assert_same(run("rms_norm", apart, weight, 1e-6, False, True, True)[1:], whole[1:])
 
 
 @pytest.mark.parametrize("batch, length, heads, widths, strided", [
