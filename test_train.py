@@ -1246,7 +1246,7 @@ def test_loss_bench_runs_once_and_plots(micro, monkeypatch, capsys, tmp_path):
     bench.main(words)
     first = (tmp_path / "bench" / "loss.csv").read_text().splitlines()
     assert first[0] == ",".join(bench.COLUMNS)
-    assert len(first) == 5 and "% from bf16" in capsys.readouterr().out
+    assert len(first) == 5 and "from bf16: " in capsys.readouterr().out
 
     monkeypatch.setattr(train, "main", lambda _: pytest.fail("a finished run was repeated"))
     bench.main(words)
