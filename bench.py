@@ -160,11 +160,11 @@ def loss(args, flags):
     Small models stay on a plateau for a time that differs from run to run, and that hides the rest. --fork=STEP: bf16 trains
     each seed to that step (folders trunk-SEED), and from there on every precision goes on by itself, bf16 too.
 
-    Leaves in --out a folder a run, loss.csv, loss_summary.csv (mean deviation of each from the others, paired by seed, with
-    its 95 % interval), loss_curves.csv (running means of the training loss) and loss.png. Run again, the same command does what is
-    missing: finished runs stay, one that was cut goes on. --slice_minutes cuts it into portions, --runs=1/2 and --runs=2/2
-    share the runs, with --fork the seeds, between two processes, each with a GPU of its own (CUDA_VISIBLE_DEVICES). A finished
-    run's ckpt folder may be deleted.
+    Leaves in --out a folder a run, loss.csv, loss_summary.csv (mean deviation of each from those before it, paired by seed,
+    with its 95 % interval), loss_curves.csv (running means of the training loss) and loss.png. Run again, the same command
+    does what is missing: finished runs stay, one that was cut goes on. --slice_minutes cuts it into portions, --runs=1/2 and
+    --runs=2/2 share the runs, with --fork the seeds, between two processes, each with a GPU of its own
+    (CUDA_VISIBLE_DEVICES). A finished run's ckpt folder may be deleted.
     """
     usual = trainer.parse_flags(flags)
     seeds, arms = args.seeds.split(","), [" ".join(arm.split()) for arm in args.precisions.split(",")]
@@ -359,10 +359,10 @@ def summary(rows, folder):
         lines.append(f"{arm:6} val loss {row['val_loss']:.4f}, mean of seeds {', '.join(map(str, mine))}")
         summaries.append(row)
         for other, theirs in losses.items():
-            if off := [100 * (loss / theirs[seed] - 1) for seed, loss in mine.items() if seed in theirs]:
-                found, text = deviation(off)
+            if off := {seed: 100 * (loss / theirs[seed] - 1) for seed, loss in mine.items() if seed in theirs}:
+                found, text = deviation(list(off.values()))
                 lines.append(f"       from {other}: {text}")
-                summaries.append(row | {"against": other} | found)
+                summaries.append(row | {"against": other, "seeds": " ".join(map(str, off))} | found)
         losses[arm] = mine
     write_table(folder / "loss_summary.csv", SUMMARY_COLUMNS,
                 [{name: row.get(name, "") for name in SUMMARY_COLUMNS} for row in summaries])
@@ -700,8 +700,8 @@ def plot_curves(names, rows, out):
         for name, runs in curves.items():
             colour = COLOURS.get(name) or next(more)
             draw_seeds(panels[0], runs, colour, name, False)
-            off = {seed: {step: 100 * (loss / reference[seed][step] - 1) for step, loss in curve.items() if step in reference[seed]}
-                   for seed, curve in runs.items() if seed in reference}
+            off = {seed: {step: 100 * (loss / reference[seed][step] - 1) for step, loss in curve.items()
+                          if step in reference[seed]} for seed, curve in runs.items() if seed in reference}
             draw_seeds(panels[1], off, colour, name, runs is not reference)
         for panel, title, unit in zip(panels, ("training loss", f"against {next(iter(curves))}, by seed"), ("nats a token", "%")):
             panel.set(title=title, xlabel="optimizer step", ylabel=unit)
@@ -2420,7 +2420,7 @@ def step_ms(s, card, ranks=1, wire_gb_s=0):
 
     ranks: of a stage, over which gradients are added up. The wire is inside a host up to 8 ranks, unless wire_gb_s says."""
     work, launches, busy = model.micro_batch_work(s), LAUNCHES * len(s.layers), 1
-    for _ in range(2):
+    for _ in range(2):  # how busy GEMMs keep the card is known afterwards; a third time would change nothing that counts
         ms = dict.fromkeys(("GEMMs", "attention", "data movement"), 0.0)
         for op in work["layers"] + work["ends"]:
             what = "GEMMs" if op.shape else "attention" if op.kind.startswith("attention") else "data movement"
@@ -2431,7 +2431,7 @@ def step_ms(s, card, ranks=1, wire_gb_s=0):
     computing = sum(ms.values())
     speed = lambda n: 1e6 * (wire_gb_s or (card.nvlink * wire_rate() if n <= 8 else BETWEEN_HOSTS))  # bytes a ms
     reads = s.layers.count(False) * shortest_dispatch_ms() if s.ep > 1 else 0  # of counts, one a layer; the GPU runs dry
-    ms["wire, not hidden"] = bare_wire(s, card, speed(s.ep)) + reads
+    ms["wire, not hidden"] = bare_wire(s, card, speed(s.ep), busy) + reads
     counts, cut = model.parameters_here(s), max(s.fsdp // s.ep, 1)
     experts, dense = sum(counts["experts"]), sum(sum(n) for name, n in counts.items() if name != "experts")
     gathered = 12 * (dense * (s.fsdp > 1) + experts * (cut > 1)) / speed(s.fsdp)  # weights twice, gradients once, in float32
@@ -2442,7 +2442,7 @@ def step_ms(s, card, ranks=1, wire_gb_s=0):
     return ms | {"optimizer": moved["optimizer"] / card.copy / 1e9, "weights": max(moved["weights"] / card.copy / 1e9, host)}
 
 
-def bare_wire(s, card, speed):
+def bare_wire(s, card, speed, busy):
     """Milliseconds that a micro-batch's exchanges add: tokens on their way to experts; of sums on their way home, and of dy,
     what the shared expert does not hide, and of dx what FC1's weight gradient does not (see model.combine, quant.experts)."""
     c, width, beside = s.config, s.config.n_shared * s.config.expert_width, []
@@ -2451,7 +2451,7 @@ def bare_wire(s, card, speed):
         work = model.Work(s)
         if c.n_shared or name == "wgrad":
             getattr(work, name)(*args)
-        beside.append(1e3 * sum(seconds(op, card) for op in work.ops))
+        beside.append(1e3 * sum(seconds(op, card, busy) for op in work.ops))
     bytes_of = model.wire_bytes(s)
     hidden = dict(zip(("combine", "combine, backward", "dispatch, backward"), beside))
     return s.layers.count(False) * sum(max(size / speed - hidden.get(name, 0), 0) for name, size in bytes_of.items())
@@ -2490,9 +2490,9 @@ def shortest_us():
 
 @functools.cache
 def seconds(op, card, busy=1):
-    """Of a model.Op on a card that spends a share `busy` of its time on GEMMs, whose power is what slows them. A GEMM takes as
-    long as the measured one that is nearest in rows an expert, N and K, between one after a pause and one back to back; a kernel
-    has the speed of its nearest in bytes; what no table has moves at the speed of a copy."""
+    """Of a model.Op on a card that computes GEMMs for a share `busy` of the time in which it computes: their power is what slows
+    them. A GEMM takes as long as the measured one that is nearest in rows an expert, N and K, between one after a pause and one
+    back to back; a kernel has the speed of its nearest in bytes; what no table has moves at the speed of a copy."""
     faster, moves = card.tflops / CARDS["h200"].tflops, 1e12 * card.copy / CARDS["h200"].copy
     if op.shape:
         paused, back_to_back = (op.amount / faster / gemm_rate(op.kind, op.shape, op.wgrad, op.part != "experts", column)
@@ -2518,7 +2518,7 @@ def attention_rate(kind):
 @functools.cache
 def gemm_rate(kind, shape, wgrad, dense, column):
     """FLOP/s on an H200: of the nearest measured GEMM, times how much fuller or emptier the last wave of tiles is. column: of
-    gemm.csv."""
+    gemm.csv; BF16 is taken to slow down as FP8 does."""
     def full(E, M, N, K, dense):
         tiles = E * math.ceil((N if wgrad else M / E) / 128) * math.ceil((K if wgrad else N) / 256)
         if wgrad and dense:  # tokens are cut into parts: see kernels.grouped_wgrad; cuBLAS does so, too

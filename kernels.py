@@ -2609,8 +2609,8 @@ def _words(x):
     if not x.numel():
         return x.new_empty(0, dtype=torch.int32)
     x = x.contiguous()
-    if x.storage_offset() * x.element_size() % 4:
-        x = x.clone()
+    if any(n * x.element_size() % 4 for n in (x.storage_offset(), *x.stride()[:-1])):  # a lone row's stride may be odd
+        x = x.clone(memory_format=torch.contiguous_format)
     return x.view(torch.int32)
 
 
@@ -2758,21 +2758,21 @@ def rms_norm(x, weight, eps, bf16=True, fp8=False, fp4=False):
     rows8 = _new_fp8_rows(x, M, K) if fp8 else (None, None)
     rows4 = _new_fp4_rows(x, M, K) if fp4 else (None, None)
     C = min(1024, max(128, 1 << (K - 1).bit_length()))
-    R = 1 if K > 1024 else 2048 // C  # a program of one narrow row takes longer to begin than to do
+    # Of narrow rows several a warp: four warps would pass sums and codes through shared memory, and begin for little work
+    R, num_warps = (1, 4) if K > 1024 else (2048 // C, 1)
     _launch(_rms_norm, _cdiv(M, R), words, pitch, weight.view(torch.int64), _words(y), *_fp8_out(rows8), _words(rows4[0]),
-            rows4[1], eps, M, K, C, R)
+            rows4[1], eps, M, K, C, R, num_warps=num_warps)
     return y, *rows8, *rows4
 
 
 def rms_norm_backward(dy, x, weight, eps):
     """dy, x [M, K] bfloat16 -> dx [M, K] bfloat16, dw [K] float32."""
     (M, K), (words, pitch) = x.shape, _words_apart(x)
-    num_warps = 4 if K > 4096 else 2 if K > 2048 else 1
-    warps = 8 if K > 1024 else min(16384 // K, 32)  # narrow rows: as many bytes on their way
-    programs = min(M, warps // num_warps * _multiprocessors(x))
+    HALF, num_warps = _power_of_2(K // 2), 4 if K >= 4096 else 2 if K >= 2048 else 1
+    warps = max(8, min(32, 192 * 32 * num_warps // HALF))  # that a multiprocessor has registers for
+    programs = min(_cdiv(M, 4), warps // num_warps * _multiprocessors(x))
     dx, dw = torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty((programs, K), dtype=torch.float32)
-    _launch(_rms_norm_backward, programs, _words(dy), words, pitch, weight, _words(dx), dw, eps, M, K,
-            _power_of_2(K // 2), num_warps=num_warps)
+    _launch(_rms_norm_backward, programs, _words(dy), words, pitch, weight, _words(dx), dw, eps, M, K, HALF, num_warps=num_warps)
     return dx, dw.sum(0)
 
 

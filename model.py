@@ -1710,7 +1710,7 @@ class Work:
         self.linear_backward("linears", *shapes["wo"], "bf16")
         half = s.tokens * s.seq_len * c.n_heads * (c.qk_dim + c.v_dim)
         self.ops.append(Op("attention", "attention, backward", 2.5 * half))  # five products of the same size
-        # and what cuDNN does around them: dO times O, dq from float32
+        # cuDNN multiplies dO by O before them, and brings dq from float32 to BF16 after
         self.ops.append(Op("attention", "copy", s.tokens * c.n_heads * (4 * c.v_dim + 6 * c.qk_dim)))
         self.heads()
         for latent, name in ((c.q_lora, "wq_b"), (c.kv_lora, "wkv_b")):

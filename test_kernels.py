@@ -499,6 +499,8 @@ def test_rms_norm_of_rows_that_lie_apart(first, wide):
     apart = whole.to(DEVICE)[:, first:first + 256]
     for name, before in (("rms_norm", ()), ("rms_norm_backward", (dy,))):
         assert_same(*(list(run(name, *before, x, weight, 1e-6)[:2 if before else 1]) for x in (apart, apart.contiguous())))
+    if apart.stride(0) % 8:  # a lone row counts as contiguous, whatever its stride
+        assert_same(*(run("rms_norm", x[8:9], weight, 1e-6)[:1] for x in (apart, apart.contiguous())))
     whole = run("rms_norm", apart.contiguous(), weight, 1e-6, True, True, True)
     assert_same(run("rms_norm", apart, weight, 1e-6, False, True, True)[1:], whole[1:])
 
@@ -1384,7 +1386,7 @@ def every_launch():
     for name in ("fp4_fan_out_rows", "fp4_fan_out_cols"):
         yield name, [q4, pair, end, 8], False
     yield "rms_norm", [torch.cat([x, x], 1)[:, :7168], weight, 1e-6], True
-    for width in (7168, 768, 384, 256):
+    for width in (7168, 4096, 2048, 768, 384, 256):
         narrow = x[:, :width].contiguous()
         yield "rms_norm", [narrow, weight[:width], 1e-6, True, True, True], True
         yield "rms_norm_backward", [narrow, narrow, weight[:width], 1e-6], True
