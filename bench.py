@@ -786,7 +786,7 @@ def plot_table(path, out):
         rows = list(map(numbers, table))
         names = table.fieldnames or ()
         draw = next((draw for draw, columns in kinds.items() if set(columns) <= set(names)), None)
-    if rows and names[0] == "step" and all(re.fullmatch(r".+-\d+", name) for name in names[1:]):
+    if rows and names[1:] and names[0] == "step" and all(re.fullmatch(r".+-\d+", name) for name in names[1:]):
         return plot_curves(names[1:], rows, out)
     if not draw or not rows:
         raise ValueError(f"{path} is no table of bench.py kernels, gemm, layer, train, comm or error, or of curves"

@@ -249,9 +249,10 @@ def test_picture_of_curves(tmp_path, capsys):
     bench.write_table(path, columns, rows)
     bench.main(["plot", str(path)])
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG") and "wrote" in capsys.readouterr().out
-    bench.write_table(path, ("step", "loss"), [{"step": 1, "loss": 2}])
-    with pytest.raises(ValueError, match="or of curves"):
-        bench.main(["plot", str(path)])
+    for row in {"step": 1, "loss": 2}, {"step": 1}:
+        bench.write_table(path, tuple(row), [row])
+        with pytest.raises(ValueError, match="or of curves"):
+            bench.main(["plot", str(path)])
 
 
 def test_pictures_of_the_readme_are_there():
